@@ -15,40 +15,26 @@ from rl.envs import (
     resolve_environment,
     tool,
 )
+from rl.models import load_tokenizer
 from rl.renderers import Renderer, get_renderer
 from rl.rollout import EnvGroupBuilder, rollout, trajectory_to_datums
 from rl.types import Problem, SampledSequence, SampleResponse, SamplingParams
 
 WORDS = (
-    "yes",
-    "no",
-    "12",
-    "the answer is",
-    "(a+b)*c",
-    "what?",
-    "maybe so",
-    "x = 1",
-    "5",
-    "hello there",
-    "-3.5e2",
-    "0",
-    "a: b",
-    "go on",
-)
+    "yes", "no", "12", "the answer is", "(a+b)*c", "what?", "maybe so", "x = 1", "5", "hello there",
+    "-3.5e2", "0", "a: b", "go on",
+)  # fmt: skip
 ODD = (
-    "<|im_end|>",
-    "<|im_start|>user",
-    "\n\nUser:",
-    "<eos>",
-    "</tool_call>",
-    "<think>",
-    "é 数",
-    "  ",
-    "\n",
-    "\t",
-    "<|endoftext|>",
-)
+    "<|im_end|>", "<|im_start|>user", "\n\nUser:", "<eos>", "</tool_call>", "<think>", "é 数", "  ",
+    "\n", "\t", "<|endoftext|>",
+)  # fmt: skip
+MADE = ("llama-like", "unigram", "words")  # of test_renderer_specials
 RENDERERS = {
+    "template, llama-like characters": ("chat_template", "llama-like", {}),
+    "role_colon, llama-like characters": ("role_colon", "llama-like", {}),
+    "template, unigram characters": ("chat_template", "unigram", {}),
+    "plain, unigram characters": ("plain", "unigram", {}),
+    "role_colon, words characters": ("role_colon", "words", {}),
     "plain, characters": ("plain", "tiny:ascii", {}),
     "role_colon, characters": ("role_colon", "tiny:ascii", {}),
     "plain, gpt2": ("plain", "gpt2", {}),
@@ -68,9 +54,15 @@ def load(name: str, tokenizers) -> Renderer:
     """
     kind, which, settings = RENDERERS[name]
     if which == "tiny:ascii":
-        from rl.models import load_tokenizer
-
         return get_renderer(kind, load_tokenizer(which), **settings)
+    if which in MADE:
+        import test_renderer_specials
+
+        tokenizer = test_renderer_specials.MADE[which]()
+        if tokenizer.chat_template is not None:
+            names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+            tokenizer.chat_template = f"{names}{tokenizer.chat_template}"
+        return get_renderer(kind, tokenizer, **settings)
     from transformers import AutoTokenizer, GPT2TokenizerFast
 
     loaded = GPT2TokenizerFast if which == "gpt2" else AutoTokenizer
@@ -137,19 +129,12 @@ class Writer:
     def __init__(
         self, renderer: Renderer, seed: int, *, canonical: bool = False, ascii_only: bool = False
     ):
-        self.renderer, self.rng, self.canonical, self.ascii_only = (
-            renderer,
-            random.Random(seed),
-            canonical,
-            ascii_only,
-        )
+        self.renderer, self.rng = renderer, random.Random(seed)
+        self.canonical, self.ascii_only = canonical, ascii_only
         self.info = {"max_context": None}
         tokenizer = renderer.tokenizer
-        special = {
-            *tokenizer.all_special_ids,
-            *getattr(tokenizer, "added_tokens_decoder", {}),
-            *renderer.end_tokens,
-        }
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {*tokenizer.all_special_ids, *added, *renderer.end_tokens}
         self.ordinary = [i for i in range(len(tokenizer)) if i not in special]
         self.drawn: list[list[int]] = []
 
@@ -214,13 +199,7 @@ def at_actions(datums, field: str) -> list:
     results = []
     for datum in datums:
         inputs = datum.loss_fn_inputs
-        results += [
-            value
-            for value, on in zip(
-                inputs[field].array.tolist(), inputs["mask"].array.tolist(), strict=True
-            )
-            if on
-        ]
+        results += inputs[field].array[inputs["mask"].array != 0].tolist()
     return results
 
 
@@ -242,10 +221,8 @@ def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str,
         trained, logprobs = at_actions(made, "target_tokens"), at_actions(made, "logprobs")
         sampled = [t for turn in episode.transitions for t in turn.ac.tokens]
         assert trained == sampled, (name, group.problem_index)
-        np.testing.assert_array_equal(
-            np.float32(logprobs),
-            np.float32([p for turn in episode.transitions for p in turn.ac.logprobs]),
-        )
+        drawn_with = [p for turn in episode.transitions for p in turn.ac.logprobs]
+        np.testing.assert_array_equal(np.float32(logprobs), np.float32(drawn_with))
         assert all(tuple(turn.ac.tokens) in drawn for turn in episode.transitions)
         breaks, so_far = 0, []
         for turn in episode.transitions:
@@ -259,11 +236,8 @@ def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str,
             for d in made
         ]
         assert stretches[-1] == so_far
-        turns, datums, restarted = (
-            turns + len(episode.transitions),
-            datums + len(made),
-            restarted + breaks,
-        )
+        turns, datums = turns + len(episode.transitions), datums + len(made)
+        restarted += breaks
     if name in NEVER_REWRITES:
         assert restarted == 0, name
     return {"conversations": count, "turns": turns, "datums": datums, "written anew": restarted}

@@ -1,4 +1,6 @@
-"""Test DPO: losses in float64, pairs under any split of a batch, the reference, and learning."""
+"""Test DPO, IPO, ORPO, SimPO and KTO: losses in float64, pairs under any split of a batch, the
+reference, and learning.
+"""
 
 import itertools
 import json
@@ -12,15 +14,11 @@ from helpers import VOCABULARY, call, compute_relative_difference, gradient, mak
 from whole_runs import train
 
 from rl import ServiceClient
-from rl.algorithms.dpo import DpoSettings, make_pair_datums
-from rl.config import ModelSettings, PreferenceDataSettings
-from rl.data import addition
+from rl.algorithms.kto import list_labeled_answers
 from rl.distributed import collectives
 from rl.learner.packing import LAYOUTS, block_cost, make_blocks, plan_micro_batches
 from rl.losses import get_loss
-from rl.trainer import make_renderer
-from rl.trainer.stage_models import StageModelFactory, make_policy
-from rl.types import AdamParams, Datum, ModelInput
+from rl.types import Datum, ModelInput, Problem, TensorData
 
 # --------------------------------------------------------------------------------------- the losses
 
@@ -50,32 +48,40 @@ def pairs(count: int = 6, seed: int = 0, **kwargs) -> list[Datum]:
     return [datum for two in made for datum in two]
 
 
-def by_hand(
-    datums, logprobs, *, loss: str, beta: float, eps: float = 0.0, mean: bool = False
-) -> dict[str, float]:
-    """Return the sums over pairs of the loss and its metrics, in plain float64 arithmetic."""
-    totals = {"loss": 0.0, "chosen": 0.0, "rejected": 0.0, "right": 0.0}
-    for first in range(0, len(datums), 2):
-        ratios, lengths = [], []
-        for i in (first, first + 1):
-            fields = datums[i].loss_fn_inputs
-            mask = fields["mask"].array != 0
-            logp = np.asarray(logprobs[i], dtype=np.float64)[mask]
-            ref = 0 * logp
-            if "ref_logprobs" in fields:
-                ref = fields["ref_logprobs"].array.astype(np.float64)[mask]
-            ratios.append(float(logp.sum() - ref.sum()))
-            lengths.append(int(mask.sum()))
-        delta = ratios[0] / lengths[0] - ratios[1] / lengths[1] if mean else ratios[0] - ratios[1]
-        if loss == "dpo":
-            right, wrong = 1 / (1 + math.exp(-beta * delta)), 1 / (1 + math.exp(beta * delta))
-            totals["loss"] -= (1 - eps) * math.log(right) + eps * math.log(wrong)
+def by_hand(name: str, datums, logprobs, *, beta: float, eps=0.0, mean=False, gamma=0.0, kl=0.0,
+            weights=(1.0, 1.0)) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    """Return the papers' loss, summed over pairs, and the log ratio of each answer, in float64."""
+    log_sigmoid, answers = torch.nn.functional.logsigmoid, []
+    for datum, logp in zip(datums, logprobs, strict=True):
+        fields = datum.loss_fn_inputs
+        mask, logp = fields["mask"].array != 0, torch.as_tensor(logp).double()
+        ref = fields["ref_logprobs"].array if "ref_logprobs" in fields else 0 * mask
+        answers.append((logp[mask], torch.from_numpy(ref[mask]).double()))
+    ratios, total = [(lp - ref).sum() for lp, ref in answers], torch.zeros((), dtype=torch.float64)
+    for i in range(0, len(answers), 2):
+        (w, ref_w), (r, ref_r) = answers[i : i + 2]
+        delta = (w - ref_w).mean() - (r - ref_r).mean() if mean else ratios[i] - ratios[i + 1]
+        if name == "dpo":
+            total -= (1 - eps) * log_sigmoid(beta * delta) + eps * log_sigmoid(-beta * delta)
+        elif name == "ipo":
+            total += (delta - 1 / (2 * beta)) ** 2
+        elif name == "orpo":
+            odds = [m.exp() / (1 - m.exp()) for m in (w.mean(), r.mean())]
+            total -= w.mean() + beta * log_sigmoid((odds[0] / odds[1]).log())
+        elif name == "simpo":
+            total -= log_sigmoid(beta * (w.mean() - r.mean()) - gamma)
         else:
-            totals["loss"] += (delta - 1 / (2 * beta)) ** 2
-        totals["chosen"] += beta * ratios[0]
-        totals["rejected"] += beta * ratios[1]
-        totals["right"] += ratios[0] > ratios[1]
-    return totals
+            total += weights[0] * (1 - torch.sigmoid(beta * (ratios[i] - kl)))
+            total += weights[1] * (1 - torch.sigmoid(beta * (kl - ratios[i + 1])))
+    return total, ratios
+
+
+def flatten(datums, logprobs):
+    """Return the inputs of a loss for these datums, in float64."""
+    arrays = {k: [d.loss_fn_inputs[k].array for d in datums] for k in datums[0].loss_fn_inputs}
+    inputs = {k: torch.from_numpy(np.concatenate(parts)).double() for k, parts in arrays.items()}
+    cu = torch.tensor(np.cumsum([0, *(len(lp) for lp in logprobs)]))
+    return torch.tensor(np.concatenate(logprobs), requires_grad=True), inputs, cu
 
 
 CASES = [
@@ -85,59 +91,72 @@ CASES = [
     ("dpo", {"beta": 2.0, "length_normalise": 1.0}, dict(beta=2.0, mean=True)),
     ("ipo", {"beta": 0.3}, dict(beta=0.3, mean=True)),
     ("ipo", {"beta": 0.3, "length_normalise": 0.0}, dict(beta=0.3)),
-]
+    ("orpo", {"beta": 0.1}, dict(beta=0.1)),
+    ("orpo", {"beta": 2.0}, dict(beta=2.0)),
+    ("simpo", {"beta": 2.0, "gamma": 1.0}, dict(beta=2.0, gamma=1.0)),
+    ("simpo", {"beta": 0.7, "gamma": 0.0}, dict(beta=0.7)),
+    ("kto", {"beta": 0.3, "kl": 0.4}, dict(beta=0.3, kl=0.4)),
+    ("kto", {"beta": 0.1, "desirable_weight": 1.5, "undesirable_weight": 0.5},
+     dict(beta=0.1, weights=(1.5, 0.5))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "config", "formula"), CASES)
-@pytest.mark.parametrize("reference", [True, False])
+USES_REFERENCE = {"dpo": (True, False), "ipo": (True, False), "kto": (True,)}
+
+
+@pytest.mark.parametrize(("name", "config", "formula", "reference"), [
+    (*case, reference) for case in CASES for reference in USES_REFERENCE.get(case[0], (False,))
+])  # fmt: skip
 def test_value_metrics_and_gradient_are_those_of_the_formula(name, config, formula, reference):
-    datums = pairs(reference=reference)
-    rng = np.random.default_rng(1)
+    datums, rng = pairs(reference=reference), np.random.default_rng(1)
     logprobs = [-2.6 + 0.5 * rng.standard_normal(d.model_input.length) for d in datums]
-    sizes = [len(logp) for logp in logprobs]
-    flat = torch.tensor(np.concatenate(logprobs), requires_grad=True)
-    inputs = {
-        k: torch.from_numpy(np.concatenate([d.loss_fn_inputs[k].array for d in datums])).double()
-        for k in datums[0].loss_fn_inputs
-    }
-    cu = torch.tensor(np.concatenate([[0], np.cumsum(sizes)]))
-    value, metrics = get_loss(name).fn(flat, torch.zeros_like(flat), inputs, cu, config)
-    expected = by_hand(datums, logprobs, loss=name, **formula)
-    assert value.item() == pytest.approx(expected["loss"], rel=1e-12)
-    assert metrics["chosen_rewards:sum"].item() == pytest.approx(expected["chosen"], rel=1e-12)
-    assert metrics["rejected_rewards:sum"].item() == pytest.approx(expected["rejected"], rel=1e-12)
-    assert (metrics["ranked_right:sum"].item(), int(metrics["pairs:sum"])) == (expected["right"], 6)
-
-    (result,) = torch.autograd.grad(value, flat)
-    step = 1e-6
-    for i in range(0, len(flat), 5):
-        ends = []
-        for sign in (1, -1):
-            moved = flat.detach().numpy().copy()
-            moved[i] += sign * step
-            parts = np.split(moved, np.cumsum(sizes)[:-1])
-            ends.append(by_hand(datums, parts, loss=name, **formula)["loss"])
-        assert result[i].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-7)
+    if name == "kto":
+        for i, datum in enumerate(datums):
+            labels = np.full(datum.model_input.length, 1.0 if i % 2 == 0 else -1.0)
+            datum.loss_fn_inputs["labels"] = TensorData(labels, "float32")
+    logp, inputs, cu = flatten(datums, logprobs)
+    value, metrics = get_loss(name).fn(logp, torch.zeros_like(logp), inputs, cu, config)
+    leaves = [torch.tensor(lp, requires_grad=True) for lp in logprobs]
+    expected, ratios = by_hand(name, datums, leaves, **formula)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-12)
+    (result,) = torch.autograd.grad(value, logp)
+    gradients = torch.autograd.grad(expected, leaves)  # 0 outside the answers
+    torch.testing.assert_close(result, torch.cat(gradients), rtol=1e-10, atol=1e-12)
+    if name == "kto":
+        assert (int(metrics["answers:sum"]), int(metrics["good:sum"])) == (12, 6)
+        return
+    assert int(metrics["pairs:sum"]) == 6
+    if name in ("dpo", "ipo"):
+        sides = [torch.stack(ratios[i::2]) for i in (0, 1)]
+        for side, ratio in zip(("chosen", "rejected"), sides, strict=True):
+            rewards = formula["beta"] * ratio.sum().item()
+            assert metrics[f"{side}_rewards:sum"].item() == pytest.approx(rewards, rel=1e-12)
+        assert metrics["ranked_right:sum"].item() == (sides[0] > sides[1]).sum()
 
 
 def test_a_policy_that_is_its_reference_has_loss_ln_2_exactly_and_smoothing_changes_nothing_there():
     datums = pairs()
-    logp = torch.cat(
-        [
-            torch.from_numpy(np.nan_to_num(d.loss_fn_inputs["ref_logprobs"].array, nan=-1.0))
-            for d in datums
-        ]
-    )
-    inputs = {
-        k: torch.from_numpy(np.concatenate([d.loss_fn_inputs[k].array for d in datums]))
-        for k in datums[0].loss_fn_inputs
-    }
-    cu = torch.tensor(np.concatenate([[0], np.cumsum([d.model_input.length for d in datums])]))
+    references = [np.nan_to_num(d.loss_fn_inputs["ref_logprobs"].array, nan=-1.0) for d in datums]
+    logp, inputs, cu = flatten(datums, references)
     for config in ({}, {"label_smoothing": 0.3}):
         value, metrics = get_loss("dpo").fn(logp, logp, inputs, cu, config)
         assert value.item() == pytest.approx(6 * math.log(2), rel=1e-7)
         assert metrics["chosen_rewards:sum"] == metrics["rejected_rewards:sum"] == 0
         assert metrics["ranked_right:sum"] == 3  # six ties
+
+
+def test_odds_without_end_stay_finite():
+    datums = pairs(1, reference=False)
+    logp, inputs, cu = flatten(datums, [np.full(d.model_input.length, -1e-9) for d in datums])
+    loss = get_loss("orpo").fn(logp, torch.zeros_like(logp), inputs, cu, {"beta": 1.0})[0]
+    assert math.isfinite(loss.item())
+
+
+def test_a_row_of_kto_has_a_label_or_is_a_pair():
+    ask = ({"role": "user", "content": "a"},)
+    assert list_labeled_answers(Problem(ask, {"label": False}, "x")) == [("x", False)]
+    answers = list_labeled_answers(Problem(ask, {}, "x", rejected="y"))
+    assert answers == [("x", True), ("y", False)]
 
 
 # --------------------------------------------------------------------------------- pairs stay pairs
@@ -148,9 +167,8 @@ def test_a_policy_that_is_its_reference_has_loss_ln_2_exactly_and_smoothing_chan
 def test_blocks_hold_every_pair_whole_in_order(layout, budget):
     datums = pairs(9)
     result = make_blocks(datums, layout, budget, 2)
-    assert [[i for unit in block for i in unit] for block in result] == [
-        [i, i + 1] for i in range(0, 18, 2)
-    ]
+    held = [[i for unit in block for i in unit] for block in result]
+    assert held == [[i, i + 1] for i in range(0, 18, 2)]
     costs = [block_cost(datums, block, layout) for block in result]
     for chunk in plan_micro_batches(costs, budget, layout):
         lengths = [datums[i].model_input.length for j in chunk for unit in result[j] for i in unit]
@@ -166,13 +184,10 @@ def test_ranks_share_whole_pairs_in_as_many_micro_batches(layout, monkeypatch):
     shares = [list(learner.planner.make_micro_batches(part)) for part in parts]
     assert [len(share) for share in shares] == [2, 2, 2]
     batches = [batch for share in shares for batch in share]
-    assert all(
-        first % 2 == 0 and second == first + 1
-        for first, second in (batch.datum_index for batch in batches)
-    )
-    assert sorted(i for batch in batches if batch.scale for i in batch.datum_index) == list(
-        range(8)
-    )
+    for first, second in (batch.datum_index for batch in batches):
+        assert first % 2 == 0 and second == first + 1
+    trained = sorted(i for batch in batches if batch.scale for i in batch.datum_index)
+    assert trained == list(range(8))
     assert sorted(batch.scale for batch in batches) == [0, 0, 1, 1, 1, 1]
 
 
@@ -180,17 +195,15 @@ def test_ranks_share_whole_pairs_in_as_many_micro_batches(layout, monkeypatch):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_does_not_depend_on_how_pairs_are_cut(name, layout):
     datums = pairs(8)
-    config = {"beta": 0.5}
     results = []
     for budget, parts in ((10_000, [datums]), (1, [datums]), (40, [datums[:6], datums[6:]])):
         worker = make_worker(layout=layout, token_budget=budget)
-        values = [
-            call(worker, "forward_backward", 0, part, name, config, 3.0, True) for part in parts
-        ]
+        inputs = (name, {"beta": 0.5}, 3.0, True)
+        values = [call(worker, "forward_backward", 0, part, *inputs) for part in parts]
         total = sum(metrics["loss:sum"] for _, metrics in values)
         results.append((total, gradient(worker)))
     outputs = [o["logprobs"] for part in values for o in part[0]]
-    expected = by_hand(datums, outputs, loss=name, beta=0.5, mean=name == "ipo")["loss"]
+    expected = by_hand(name, datums, outputs, beta=0.5, mean=name == "ipo")[0].item()
     for total, result in results:
         assert total == pytest.approx(expected, rel=1e-5)
         assert compute_relative_difference(result, results[0][1]) < 1e-5
@@ -208,115 +221,86 @@ def largest_digit_pairs(path: Path, *, swapped: bool = False) -> Path:
         if others:
             answers = [str(max(digits)), str(rng.choice(others))]
             right, wrong = reversed(answers) if swapped else answers
-            rows.append(
-                {"prompt": "".join(map(str, digits)) + "=", "chosen": right, "rejected": wrong}
-            )
+            prompt = "".join(map(str, digits)) + "="
+            rows.append({"prompt": prompt, "chosen": right, "rejected": wrong})
     path.write_text("\n".join(json.dumps(rows[i]) for i in rng.permutation(len(rows))))
     return path
 
 
 LEARNS = (
-    "dpo --steps 40 --batch-size 32 --learning-rate 1e-3 --warmup-steps 10 --schedule linear "
-    "--eval-every 20 --save-every 0"
+    "--steps 40 --batch-size 32 --learning-rate 1e-3 --warmup-steps 10 --schedule linear "
+    "--eval-every 40 --save-every 0"
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        "",
-        "--loss ipo",
-        "--label-smoothing 0.1",
-        "--reference-free",
-        "--lora-rank 8 --train-unembed --learning-rate 5e-3",
-    ],
-)
-def test_it_learns_preferences_with_a_known_answer(options, tmp_path):
-    rows = train(
-        f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {options}",
-        tmp_path / "run",
-    )
+@pytest.mark.parametrize("method", [
+    "dpo --loss ipo",
+    "dpo --label-smoothing 0.1",
+    "dpo --reference-free",
+    "dpo --lora-rank 8 --train-unembed --learning-rate 5e-3",
+    "orpo --learning-rate 3e-3",
+    "simpo",
+    "kto --data-format preferences",
+])  # fmt: skip
+def test_each_learns_preferences_with_a_known_answer(method, tmp_path):
+    name, _, options = method.partition(" ")
+    data = largest_digit_pairs(tmp_path / "pairs.jsonl")
+    rows = train(f"{name} {LEARNS} --dataset {data} {options}", tmp_path / "run")
     first, last = rows[0], rows[-1]
+    start = next(row for row in rows if row["step"] == 1)
     assert first["test/rewards/accuracies"] < 0.7 and last["test/rewards/accuracies"] > 0.9
     # Final loss as a share of ln 2: plain 0.46 (seed 1); with labels smoothed by 0.1, 0.59 and 0.61
     # (seeds 0 and 1), where the optimum is 0.47.
-    share = 0.75 if "label" in options else 0.6
-    assert last["test/loss"] < share * first["test/loss"] and last["rewards/margins"] > 0
-    start = next(row for row in rows if row["step"] == 1)
-    if not options or "label" in options or "lora" in options:
-        assert (
-            start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6)
-            and abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
-        )
+    if name == "dpo":
+        share = 0.75 if "label" in options else 0.6
+        assert last["test/loss"] < share * first["test/loss"] and last["rewards/margins"] > 0
+    else:
+        assert last["test/loss"] < first["test/loss"]
+        assert last["test/rewards/margins"] > first["test/rewards/margins"] + 0.01
+    if "label" in options or "lora" in options:
+        assert start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
     # the learner itself scores the base under the adapter, so the logprobs are bitwise equal
     if "lora" in options:
-        assert (
-            start["rewards/chosen"] == start["rewards/rejected"] == 0.0
-            and first["test/rewards/accuracies"] == 0.5
-        )
+        assert start["rewards/chosen"] == start["rewards/rejected"] == 0.0
+        assert first["test/rewards/accuracies"] == 0.5
     if "ipo" in options:
         assert start["optim/loss"] == pytest.approx(25.0, abs=1e-4)
 
 
 @pytest.mark.slow
-def test_swapped_labels_score_below_a_tenth(tmp_path):
-    swapped, right = (
-        largest_digit_pairs(tmp_path / "swapped.jsonl", swapped=True),
-        largest_digit_pairs(tmp_path / "right.jsonl"),
-    )
-    rows = train(f"{LEARNS} --dataset {swapped} --eval-dataset {right}", tmp_path / "run")
+def test_swapped_labels_are_learnt_and_score_below_a_tenth(tmp_path):
+    swapped = largest_digit_pairs(tmp_path / "swapped.jsonl", swapped=True)
+    right = largest_digit_pairs(tmp_path / "right.jsonl")
+    rows = train(f"dpo {LEARNS} --dataset {swapped} --eval-dataset {right}", tmp_path / "run")
+    start = next(row for row in rows if row["step"] == 1)
+    assert start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert rows[-2]["optim/loss"] < 0.6 * math.log(2)
     assert rows[-1]["rewards/accuracies"] > 0.9 and rows[-1]["test/rewards/accuracies"] < 0.1
 
 
-@pytest.mark.parametrize("lora", [0, 4])
-def test_updates_do_not_move_the_reference(lora, tmp_path):
-    settings = DpoSettings(model=ModelSettings(lora_rank=lora))
+def test_half_a_pair_is_refused(tmp_path):
     with ServiceClient(output_dir=tmp_path) as service:
-        policy = make_policy(service, settings.model, None, None, 5)
-        reference = StageModelFactory(service, policy, settings.model, None, {}, 5).initial_policy()
-        renderer = make_renderer(policy, None)
-        datums = [
-            datum
-            for row in list(addition("train"))[:4]
-            for datum in make_pair_datums(row, renderer, PreferenceDataSettings())
-        ]
-        before = reference.logprobs(datums)
-        policies = [_logprobs(policy, datums)]
-        for _ in range(2):
-            policy.forward_backward(datums, "dpo", {"beta": 1.0}, divisor=4.0)
-            policy.optim_step(AdamParams(learning_rate=1e-2)).result()
-            policies.append(_logprobs(policy, datums))
-        after = reference.logprobs(datums)
-        assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-        assert max(np.abs(a - b).max() for a, b in zip(policies[0], before, strict=True)) < 1e-5
-        assert max(np.abs(a - b).max() for a, b in zip(policies[2], before, strict=True)) > 0.1
+        policy = service.create_full_training_client("tiny:addition")
         with pytest.raises(ValueError, match="groups of 2.*3 datums"):
-            policy.forward_backward(datums[:3], "dpo")
-
-
-def _logprobs(policy, datums):
-    return [
-        item["logprobs"].array for item in policy.forward(datums, "dpo").result().loss_fn_outputs
-    ]
+            policy.forward_backward(pairs(2)[:3], "dpo")
 
 
 @pytest.mark.slow
-def test_the_loss_falls_on_real_preferences(shared_data, tmp_path):
+@pytest.mark.parametrize("method", ["dpo --precompute-reference", "reward_model"])
+def test_the_loss_falls_on_real_preferences(method, shared_data, tmp_path):
     source = shared_data / "preferences" / "rasbt_dpo" / "instruction-data-with-preference.json"
-    words = f"""dpo --dataset {source} --train-limit 400 --base-model tiny:chat
+    words = f"""{method} --dataset {source} --train-limit 400 --base-model tiny:chat
         --tokenizer {shared_data / "tokenizers" / "minimind_6400"} --renderer role_colon
-        --steps 30 --batch-size 16 --learning-rate 1e-3 --eval-every 30 --save-every 0 --precompute-reference"""
+        --steps 30 --batch-size 16 --learning-rate 1e-3 --eval-every 30 --save-every 0"""
     rows = train(words, tmp_path / "run")
     losses = [row["optim/loss"] for row in rows if "optim/loss" in row]
-    assert losses[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5 if "dpo" in method else 1e-6)
     assert np.mean(losses[-10:]) < 0.6
-    held_out = [row for row in rows if "test/loss" in row]
-    print(
-        "held-out accuracy and loss:",
-        [(row["test/rewards/accuracies"], row["test/loss"]) for row in held_out],
-    )
-    assert held_out[-1]["test/loss"] < held_out[0]["test/loss"]
+    if "dpo" in method:
+        held_out = [row["test/loss"] for row in rows if "test/loss" in row]
+        assert held_out[-1] < held_out[0]
 
 
 def test_a_second_stage_is_held_to_the_first_ones_weights(tmp_path):
@@ -324,12 +308,10 @@ def test_a_second_stage_is_held_to_the_first_ones_weights(tmp_path):
     for lora in (0, 4):
         recipe = tmp_path / f"lora-{lora}.yaml"
         recipe.write_text(
-            f"stages:\n  - {{method: sft, steps: 3, learning_rate: 1e-2, eval_every: 0}}\n"
-            f"  - {{method: dpo, steps: 2, learning_rate: 1e-2, eval_every: 0}}\nlora_rank: "
-            f"{lora}\nbatch_size: 16\n"
+            "stages:\n  - {method: sft, steps: 3}\n  - {method: dpo, steps: 2}\n"
+            f"learning_rate: 1e-2\neval_every: 0\nlora_rank: {lora}\nbatch_size: 16\n"
         )
-        rows = [
-            row for row in train(str(recipe), tmp_path / f"run-{lora}") if row["stage"] == "dpo"
-        ]
+        rows = train(str(recipe), tmp_path / f"run-{lora}")
+        rows = [row for row in rows if row["stage"] == "dpo"]
         assert rows[0]["optim/loss"] == pytest.approx(math.log(2), abs=1e-5)
         assert abs(rows[0]["rewards/chosen"]) < 1e-5 < abs(rows[1]["rewards/chosen"])

@@ -20,9 +20,7 @@ from rl.algorithms import (
     PolicyGradientSettings,
     normalize_by_batch,
 )
-from rl.algorithms.advantages import (
-    subtract_mean_divide_by_batch_std,
-)
+from rl.algorithms.advantages import subtract_mean_divide_by_batch_std
 from rl.algorithms.grpo_settings import VARIANTS, variant_settings
 from rl.config import (
     AsyncRolloutSettings,
@@ -54,25 +52,21 @@ def group(*rewards_G: list[float], problem: int = 0) -> TrajectoryGroup:
     for rewards in rewards_G:
         seen, turns = [7], []
         for reward in rewards:
-            turns.append(
-                Transition(
-                    ModelInput.from_ints(list(seen)),
-                    SampledSequence([3, 4], [-0.5, -1.0]),
-                    reward,
-                    False,
-                )
-            )
+            action = SampledSequence([3, 4], [-0.5, -1.0])
+            turns.append(Transition(ModelInput.from_ints(list(seen)), action, reward, False))
             seen += [3, 4, 9]
         members.append(Trajectory(turns))
-    return TrajectoryGroup(
-        members, [0.0] * len(members), [{}] * len(members), problem_index=problem
-    )
+    count = len(members)
+    return TrajectoryGroup(members, [0.0] * count, [{}] * count, problem_index=problem)
 
 
-def method(*, entropy: float = 0.0, **inputs) -> GRPO:
-    return GRPO(
-        GrpoSettings(policy_gradient=PolicyGradientSettings(entropy_coef=entropy, **inputs))
-    )
+def method(**inputs) -> GRPO:
+    return GRPO(GrpoSettings(policy_gradient=PolicyGradientSettings(**inputs)))
+
+
+def compute(groups, **inputs) -> list[list[float]]:
+    """Return the advantages of a method with these settings."""
+    return advantages(method(**inputs).compute_advantages(groups, None))
 
 
 # --------------------------------------------------------------------------------------- advantages
@@ -108,10 +102,7 @@ def test_a_baseline_for_each_problem_by_hand():
 
 
 def advantages(datums) -> list[list[float]]:
-    return [
-        d.loss_fn_inputs["advantages"].array[d.loss_fn_inputs["mask"].array != 0].tolist()
-        for d in datums
-    ]
+    return [d.loss_fn_inputs["advantages"].array[d.action_mask].tolist() for d in datums]
 
 
 COMPARING = [name for name, estimator in ADVANTAGES.items() if estimator.compares_members]
@@ -120,14 +111,10 @@ COMPARING = [name for name, estimator in ADVANTAGES.items() if estimator.compare
 @pytest.mark.parametrize("advantage", COMPARING)
 def test_equal_returns_earn_nothing_however_many_turns_they_took(advantage):
     groups = [group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0]), group([1.0], [0.0], problem=1)]
-    datums = method(advantage=advantage, step_rewards="to_go", entropy=0.01).compute_advantages(
-        groups, None
-    )
-    assert [any(a) for a in advantages(datums)] == [False, False, False, True, True]
-    paper = method(advantage="mean", step_rewards="process_supervision").compute_advantages(
-        [group([1.0], [0.0, 1.0], [0.0, 0.0, 1.0])], None
-    )
-    assert any(any(a) for a in advantages(paper))  # the paper's form credits them differently
+    credit = compute(groups, advantage=advantage, step_rewards="to_go", entropy_coef=0.01)
+    assert [any(a) for a in credit] == [False, False, False, True, True]
+    paper = compute(groups[:1], advantage="mean", step_rewards="process_supervision")
+    assert any(any(a) for a in paper)  # the paper's form credits them differently
 
 
 @pytest.mark.parametrize(
@@ -137,40 +124,25 @@ def test_equal_returns_earn_nothing_however_many_turns_they_took(advantage):
 def test_process_and_outcome_rewards_are_one_where_an_episode_has_one_step(advantage):
     groups = [group([1.0], [0.0], [0.5]), group([0.25], [0.0], [1.0], problem=1)]
     kinds = ("sum", "to_go", "process_supervision")
-    every = [
-        advantages(method(advantage=advantage, step_rewards=kind).compute_advantages(groups, None))
-        for kind in kinds
-    ]
+    every = [compute(groups, advantage=advantage, step_rewards=kind) for kind in kinds]
     assert every[0] == every[1] == every[2]
 
 
 def test_a_new_estimator_is_one_entry(monkeypatch):
-    best = AdvantageEstimator(
-        lambda rewards_G: np.asarray(rewards_G) - max(rewards_G),
-        scope="group",
-        compares_members=True,
-    )
+    def subtract_best(rewards_G):
+        return np.asarray(rewards_G) - max(rewards_G)
+
+    best = AdvantageEstimator(subtract_best, scope="group", compares_members=True)
     monkeypatch.setitem(ADVANTAGES, "best", best)
     groups = [group([1.0], [1.0]), group([1.0], [0.25], problem=1)]
     # the first group has no signal
-    assert advantages(method(advantage="best").compute_advantages(groups, None)) == [
-        [0.0, 0.0],
-        [-0.75, -0.75],
-    ]
-    with pytest.raises(
-        ValueError,
-        match="a group of 1 answer has no other answers to compare with: advantage 'best'",
-    ):
+    assert compute(groups, advantage="best") == [[0.0, 0.0], [-0.75, -0.75]]
+    says = "a group of 1 answer has no other answers to compare with: advantage 'best'"
+    with pytest.raises(ValueError, match=says):
         method(advantage="best", group_size=1)
-    monkeypatch.setitem(
-        ADVANTAGES,
-        "best",
-        replace(best, scope="batch", fn=lambda rewards_P_G: [best.fn(r) for r in rewards_P_G]),
-    )
-    assert advantages(method(advantage="best").compute_advantages(groups, None)) == [
-        [0.0, 0.0],
-        [-0.75, -0.75],
-    ]
+    of_batch = replace(best, scope="batch", fn=lambda rewards_P_G: [*map(best.fn, rewards_P_G)])
+    monkeypatch.setitem(ADVANTAGES, "best", of_batch)
+    assert compute(groups, advantage="best") == [[0.0, 0.0], [-0.75, -0.75]]
     pg = PolicyGradientSettings(advantage="best")
     with pytest.raises(ValueError, match="advantage best compares the answers of the whole batch"):
         GrpoSettings(policy_gradient=pg, flow=AsyncRolloutSettings(stream_minibatches=2))
@@ -188,25 +160,26 @@ def test_what_an_estimator_remembers_survives_a_checkpoint():
         went.compute_advantages([group([1.0], [0.0]), group([1.0], [1.0], problem=1)], None)
         back.load_state(json.loads(json.dumps(went.state())))
         later = [[group([0.5], [0.0]), group([1.0], [0.25], problem=2)] for _ in range(2)]
-        assert advantages(went.compute_advantages(later[0], None)) == advantages(
-            back.compute_advantages(later[1], None)
+        first, other = (
+            advantages(each.compute_advantages(groups, None))
+            for each, groups in zip((went, back), later, strict=True)
         )
+        assert first == other
     # the names in older checkpoints
     assert set(went.state()) == {"baseline", "per_problem", "reward_statistics", "kl_coef"}
 
 
 def test_groups_without_signal_stay_where_another_term_needs_them():
     groups = [group([1.0], [1.0]), group([1.0], [0.0], problem=1)]
-    assert len(method().compute_advantages(groups, None)) == 2
-    assert len(method(entropy=0.01).compute_advantages(groups, None)) == 4
-    assert len(method(advantage="running_mean").compute_advantages(groups, None)) == 4
+    assert len(compute(groups)) == 2
+    assert len(compute(groups, entropy_coef=0.01)) == 4
+    assert len(compute(groups, advantage="running_mean")) == 4
 
 
 def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
     """Two tokens with q = -0.5, -1 and ref = -0.5, -2."""
-    reference = SimpleNamespace(
-        logprobs=lambda datums, temperature: [np.array([-0.5, -2.0], np.float32) for _ in datums]
-    )
+    ref = np.array([-0.5, -2.0], np.float32)
+    reference = SimpleNamespace(logprobs=lambda datums, temperature: [ref] * len(datums))
     models = SimpleNamespace(reference=reference)
 
     def credited(**kl):
@@ -214,14 +187,11 @@ def test_kl_is_charged_in_the_reward_or_handed_to_the_loss():
         made = GRPO(GrpoSettings(policy_gradient=pg, kl=KlSettings(**kl)))
         return made.compute_advantages([group([1.0], [0.0])], models)
 
-    assert advantages(credited(kl_coef=0.2, discount=0.0)) == [
-        pytest.approx([0.5 + 0.1, 0.5 - 0.1]),
-        pytest.approx([-0.4, -0.6]),
-    ]
-    assert advantages(credited(kl_coef=0.2)) == [
-        pytest.approx([0.5, 0.5]),
-        pytest.approx([-0.5, -0.5]),
-    ]
+    each, later = (
+        np.array(advantages(credited(kl_coef=0.2, discount=discount))) for discount in (0.0, 1.0)
+    )
+    assert each == pytest.approx(np.array([[0.5 + 0.1, 0.5 - 0.1], [-0.4, -0.6]]))
+    assert later == pytest.approx(np.array([[0.5, 0.5], [-0.5, -0.5]]))
     in_loss = credited(kl_coef=0.2, kl_placement="loss")
     assert advantages(in_loss) == [[0.5, 0.5], [-0.5, -0.5]]
     assert in_loss[0].loss_fn_inputs["ref_logprobs"].array.tolist() == [-0.5, -2.0]
@@ -233,9 +203,8 @@ def test_kl_is_off_until_a_reference_is_named():
         return result.needs_reference, result.coefficient
 
     assert coefficient() == (False, 0.0) and coefficient(reference_model="x") == (True, 0.1)
-    assert coefficient(reference_model="x", kl_coef=0.02) == (True, 0.02) and coefficient(
-        kl_target=0.1
-    ) == (True, 0.0)
+    assert coefficient(reference_model="x", kl_coef=0.02) == (True, 0.02)
+    assert coefficient(kl_target=0.1) == (True, 0.0)
 
 
 # ----------------------------------------------------------------------------------------- variants
@@ -243,26 +212,6 @@ def test_kl_is_off_until_a_reference_is_named():
 
 def stage_settings(*words: str):
     return read_run(list(words), METHODS, RECIPE, RunSettings).stages[0].settings
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_is_its_settings_and_what_is_given_wins(variant):
-    run = read_run(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings)
-    flat = resolve_config(run)["stages"][0]["settings"]
-    assert {key: flat[key] for key in VARIANTS[variant]} == VARIANTS[variant] and flat[
-        "variant"
-    ] == variant
-    assert (
-        load_resolved_config(
-            json.loads(json.dumps(resolve_config(run))), METHODS, options=RunSettings
-        )
-        == run
-    )
-    inputs = stage_settings(
-        "grpo", "--variant", variant, "--normalise", "sum", "--max-tokens", "9"
-    ).policy_gradient
-    assert inputs.normalise == "sum" and inputs.variant == variant
-    GRPO(run.stages[0].settings)
 
 
 # Values of each paper; GRPO's leaves its bounds open, so these are PPO's. Loss ppo is the clipped
@@ -291,21 +240,26 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_is_what_its_paper_says(variant):
-    flat = resolve_config(read_run(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings))[
-        "stages"
-    ][0]["settings"]
-    assert {key: flat[key] for key in PUBLISHED[variant]} == PUBLISHED[variant]
+def test_a_variant_is_what_its_paper_says_and_what_is_given_wins(variant):
+    run = read_run(["grpo", "--variant", variant], METHODS, RECIPE, RunSettings)
+    resolved = resolve_config(run)
+    flat, expected = resolved["stages"][0]["settings"], {**VARIANTS[variant], **PUBLISHED[variant]}
+    assert {key: flat[key] for key in expected} == expected and flat["variant"] == variant
     assert (flat["dynamic_sampling"] > 0) == (variant == "dapo")
+    stored = json.loads(json.dumps(resolved))
+    assert load_resolved_config(stored, METHODS, options=RunSettings) == run
+    words = ("--variant", variant, "--normalise", "sum", "--max-tokens", "9")
+    pg = stage_settings("grpo", *words).policy_gradient
+    assert pg.normalise == "sum" and pg.variant == variant
+    GRPO(run.stages[0].settings)
 
 
 def test_a_variant_in_python_is_all_of_its_settings_or_an_error():
     with pytest.raises(ValueError, match=r"clip_high, .*variant_settings\('dapo'"):
         PolicyGradientSettings(variant="dapo", advantage="mean_std")
     made = variant_settings("dapo", max_tokens=9, clip_high=1.5)
-    assert made == stage_settings(
-        "grpo", "--variant", "dapo", "--max-tokens", "9", "--clip-high", "1.5"
-    )
+    words = "grpo --variant dapo --max-tokens 9 --clip-high 1.5"
+    assert made == stage_settings(*words.split())
     assert made.shaping.overlong_share == 0.2 and made.policy_gradient.clip_high == 1.5
     assert replace(made.policy_gradient, clip_low=0.5).variant == "dapo"
     for make in (variant_settings, lambda name: PolicyGradientSettings(variant=name)):
@@ -323,9 +277,8 @@ def test_reinforce_has_no_variants():
 def test_a_variant_in_a_recipe_yields_to_the_line(tmp_path):
     (tmp_path / "r.yaml").write_text("method: grpo\nvariant: dapo\nclip_high: 1.5\n")
     pg = stage_settings(str(tmp_path / "r.yaml"), "--clip-low", "0.7").policy_gradient
-    assert (pg.clip_low, pg.clip_high, pg.normalise, pg.advantage) == (
-        0.7, 1.5, "tokens", "mean_std",
-    )  # fmt: skip
+    assert (pg.clip_low, pg.clip_high) == (0.7, 1.5)
+    assert (pg.normalise, pg.advantage) == ("tokens", "mean_std")
 
 
 # --------------------------------------------------------------------------------- dynamic sampling
@@ -340,11 +293,7 @@ def make_stage_sampler(bound: int, expected: int) -> StageSampler:
         problems=SimpleNamespace(batch=lambda step, size, seed: (step, size, seed)),
         models=SimpleNamespace(rewards=None, opponents=None),
         method=SimpleNamespace(group_size=2),
-        sampling_params=None,
-        scorer=None,
-        environment=None,
-        opponents=None,
-        replay_log=None,
+        **dict.fromkeys(("sampling_params", "scorer", "environment", "opponents", "replay_log")),
     )
     samples = StageSampler(inputs, WarnOnce(SimpleNamespace(warn=lambda text: None)))
     samples.build_groups = lambda problems, size: problems
@@ -355,11 +304,8 @@ def test_dynamic_sampling_does_not_go_on_where_every_reward_fails(monkeypatch):
     rounds: list[RolloutBatch] = []
 
     def broken(*_, **__):
-        rounds.append(
-            RolloutBatch(
-                [], ["reward 'r' raised KeyError (prompt 'x')"], {"emitted_tokens": 5}, 1.0, 0.5
-            )
-        )
+        errors = ["reward 'r' raised KeyError (prompt 'x')"]
+        rounds.append(RolloutBatch([], errors, {"emitted_tokens": 5}, 1.0, 0.5))
         return rounds[-1]
 
     monkeypatch.setattr(samples_module, "rollout", broken)
@@ -380,42 +326,37 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups_within_its_bound(mon
 
     def sampled(builders, sampler, params, *, seed, **_):
         drawn.append((builders, seed))
-        return RolloutBatch(
-            [mixed(len(drawn)), alike(0), mixed(len(drawn))],
-            ["lost"],
-            {"emitted_tokens": 5},
-            1.0,
-            0.5,
-        )
+        groups = [mixed(len(drawn)), alike(0), mixed(len(drawn))]
+        return RolloutBatch(groups, ["lost"], {"emitted_tokens": 5}, 1.0, 0.5)
+
+    def fill(start):
+        return samples.fill_mixed_groups(start, 4, None)
+
+    def without_signal(index):
+        return RolloutBatch([alike(index)], [], {}, 0.0, 0.0)
+
+    def problems(batch):
+        return [g.problem_index for g in batch.groups]
 
     monkeypatch.setattr(samples_module, "rollout", sampled)
     samples = make_stage_sampler(bound=2, expected=3)
     start = RolloutBatch([alike(8), mixed(9), alike(8)], [], {"emitted_tokens": 7}, 2.0, 1.0)
-    full = samples.fill_mixed_groups(start, 4, None)
-    assert [g.problem_index for g in full.groups] == [9, 1, 1]
-    assert len(full.untrained_groups) == 3
-    assert len(full.all_groups) == 6
+    full = fill(start)
+    assert problems(full) == [9, 1, 1]
+    assert (len(full.untrained_groups), len(full.all_groups)) == (3, 6)
     assert full.counters == {"emitted_tokens": 12, "extra_rounds": 1}
-    assert full.errors == ["lost"]
-    assert full.sample_seconds == 3.0
+    assert (full.errors, full.sample_seconds) == (["lost"], 3.0)
     samples.context.loop.batch_size = 50
-    # exactly two rounds
-    assert [g.problem_index for g in samples.fill_mixed_groups(start, 4, None).groups] == [
-        9, 2, 2, 3, 3,
-    ]  # fmt: skip
+    assert problems(fill(start)) == [9, 2, 2, 3, 3]  # exactly two rounds
     assert len({seed for _, seed in drawn}) == 2 and len({builders for builders, _ in drawn}) == 3
-    monkeypatch.setattr(
-        samples_module, "rollout", lambda *_, **__: RolloutBatch([alike(1)], [], {}, 0.0, 0.0)
-    )
-    nothing = samples.fill_mixed_groups(RolloutBatch([alike(0)], [], {}, 0.0, 0.0), 4, None)
-    # no group is mixed
-    assert [g.problem_index for g in nothing.groups] == [0, 1, 1] and not nothing.untrained_groups
+    monkeypatch.setattr(samples_module, "rollout", lambda *_, **__: without_signal(1))
+    nothing = fill(without_signal(0))  # no group is mixed
+    assert problems(nothing) == [0, 1, 1] and not nothing.untrained_groups
     samples.context.loop.batch_size = 2
-    nothing = samples.fill_mixed_groups(RolloutBatch([alike(0)], [], {}, 0.0, 0.0), 4, None)
-    # at most batch_size groups are trained on
+    nothing = fill(without_signal(0))  # at most batch_size groups are trained on
     assert len(nothing.groups) == 2 and len(nothing.untrained_groups) == 1
     samples.context.settings = GrpoSettings()
-    assert samples.fill_mixed_groups(start, 4, None) is start
+    assert fill(start) is start
 
 
 @pytest.mark.parametrize(
@@ -426,20 +367,14 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
     loop = {"steps": 9, "batch_size": 1, "eval_every": 0, "save_every": 0, "rollouts_every": 0}
     settings = GrpoSettings(loop=LoopSettings(**loop, keep_best=None))
     context = StageContext(
-        name="grpo",
-        index=0,
+        name="grpo", index=0, run_seed=0, first_step=0,
         method=SimpleNamespace(settings=settings, shaping_metrics={}),
         models=SimpleNamespace(rewards=judge, opponents=None),
         problems=SimpleNamespace(epoch=lambda step, size: 0.0),
-        test_problems=None,
-        renderer=None,
-        scorer=None,
-        run_seed=0,
-        first_step=0,
         logbook=SimpleNamespace(log=lambda step, row: rows.append(row)),
         console=SimpleNamespace(update=lambda step, row: None, warn=lambda text: None),
-        checkpoints=None,
-    )
+        **dict.fromkeys(("test_problems", "renderer", "scorer", "checkpoints")),
+    )  # fmt: skip
     rollouts = RolloutBatch([group([1.0], [0.0])], [], {"emitted_tokens": 4}, 1.0, 0.5)
     trainer = Trainer(context, stop_request=StopRequest())
     trainer.end_batch(TrainingBatch(0, rollouts), {}, None)
@@ -450,12 +385,11 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
 def test_a_coefficient_that_a_registered_loss_does_not_read_is_rejected(monkeypatch):
     """The loss entry declares which coefficients the loss reads."""
     required = ("target_tokens", "advantages", "logprobs")
+    low, high = "clip_low_threshold", "clip_high_threshold"
     entries = {
         "bare": LossSpec(importance_sampling, required),
-        "upper": LossSpec(
-            importance_sampling, required, config=("clip_high_threshold",), terms=True
-        ),
-        "both": LossSpec(ppo, required, config=("clip_low_threshold", "clip_high_threshold")),
+        "upper": LossSpec(importance_sampling, required, config=(high,), terms=True),
+        "both": LossSpec(ppo, required, config=(low, high)),
     }
     coefficients = {"clip_low": 0.5, "clip_high": 1.5, "entropy_coef": 0.1}
     reads = {"bare": [], "upper": ["clip_high", "entropy_coef"], "both": ["clip_low", "clip_high"]}
@@ -469,10 +403,7 @@ def test_a_coefficient_that_a_registered_loss_does_not_read_is_rejected(monkeypa
                 PolicyGradientSettings(loss=loss, **{name: value})
         settings = GrpoSettings(policy_gradient=PolicyGradientSettings(loss=loss))
         config = GRPO(settings).loss_config()
-        clips = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-        assert config == {
-            "temperature": settings.sampling.temperature,
-            **{key: clips[key] for key in clips if key in spec.config},
-        }
+        clips = {key: value for key, value in ((low, 0.8), (high, 1.2)) if key in spec.config}
+        assert config == {"temperature": settings.sampling.temperature, **clips}
     with pytest.raises(ValueError, match="unknown loss 'none_such'"):
         PolicyGradientSettings(loss="none_such")

@@ -28,6 +28,16 @@ def rows_of(pairs: bool) -> list[Problem]:
     return rows
 
 
+def measure_z(policy, frozen, rows: list[Problem]) -> float:
+    """Return the z that an update on these rows reports."""
+    renderer = get_renderer("plain", policy.get_tokenizer())
+    reference = SimpleNamespace(logprobs=lambda datums: target_logprobs(frozen, datums))
+    models = Models(policy, {"reference": reference})
+    method = make_method("kto", batch_size=len(rows), steps=1, learning_rate=1e-3)
+    datums = method.build_datums(rows, renderer, models, 0)
+    return method.update(models, datums, Progress(0, 1))["optim/kl_ref_k1"]
+
+
 @pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_path):
@@ -55,38 +65,24 @@ def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_pat
         policy.optim_step(ADAM).result()
 
         def mean_gap(datums) -> float:
-            each = zip(
-                target_logprobs(policy, datums), target_logprobs(frozen, datums), strict=True
-            )
-            gaps = [lp.astype(np.float64) - ref for lp, ref in each]
+            now, then = (target_logprobs(client, datums) for client in (policy, frozen))
             masks = [d.loss_fn_inputs["weights"].array != 0 for d in datums]
-            return float(np.mean([g[m].sum() for g, m in zip(gaps, masks, strict=True)]))
+            each = zip(now, then, masks, strict=True)
+            return float(np.mean([(lp.astype(np.float64) - ref)[m].sum() for lp, ref, m in each]))
 
         expected, of_own = mean_gap(turned), mean_gap(local)
         assert expected * sign > 0.05 and abs(expected - of_own) > 0.05
-        reference = SimpleNamespace(logprobs=lambda datums: target_logprobs(frozen, datums))
-        models = Models(policy, {"reference": reference})
-        method = make_method("kto", batch_size=len(rows), steps=1, learning_rate=1e-3)
-        metrics = method.update(
-            models, method.build_datums(rows, renderer, models, 0), Progress(0, 1)
-        )
-        assert metrics["optim/kl_ref_k1"] == pytest.approx(max(0.0, expected), abs=1e-5)
+        assert measure_z(policy, frozen, rows) == pytest.approx(max(0.0, expected), abs=1e-5)
 
 
 def test_a_mismatched_answer_ends_at_the_models_context(tmp_path):
     """Each row fits, but the long prompt with the long answer of the other row does not."""
     with ServiceClient(output_dir=tmp_path, seed=1) as service:
         policy = service.create_full_training_client("tiny:addition", seed=1)
-        renderer, limit = get_renderer("plain", policy.get_tokenizer()), policy.info["max_context"]
+        limit = policy.info["max_context"]
         lengths = ((limit - 3, 2), (1, limit - 3))
         rows = [
             Problem([{"role": "user", "content": "1" * prompt}], response="2" * answer, index=i)
             for i, (prompt, answer) in enumerate(lengths)
         ]
-        reference = SimpleNamespace(logprobs=lambda datums: target_logprobs(policy, datums))
-        models = Models(policy, {"reference": reference})
-        method = make_method("kto", batch_size=2, steps=1, learning_rate=1e-3)
-        metrics = method.update(
-            models, method.build_datums(rows, renderer, models, 0), Progress(0, 1)
-        )
-        assert metrics["optim/kl_ref_k1"] == 0
+        assert measure_z(policy, policy, rows) == 0

@@ -27,16 +27,8 @@ def make_drifted_datum(policy, ratio, advantage):
     """Return a datum of two actions sampled with 1 / `ratio` of the policy's probability."""
     first = datum([advantage] * 2)
     config = {"temperature": GrpoSettings().sampling.temperature}
-    (output,), _ = call(
-        policy.worker,
-        "forward_backward",
-        0,
-        [first],
-        get_loss("importance_sampling"),
-        config,
-        1.0,
-        False,
-    )
+    arguments = (0, [first], get_loss("importance_sampling"), config, 1.0, False)
+    (output,), _ = call(policy.worker, "forward_backward", *arguments)
     mask = first.loss_fn_inputs["mask"].array != 0
     logprobs = np.where(mask, output["logprobs"] - np.log(ratio), 0.0).astype(np.float32)
     return Datum(first.model_input, {**first.loss_fn_inputs, "logprobs": TensorData(logprobs)})
@@ -57,15 +49,15 @@ CLIPS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def policy():
+    return LocalPolicy()
+
+
 @pytest.mark.parametrize(("policy_gradient", "ratio", "advantage", "learns"), CLIPS)
-def test_clip_bounds_are_those_of_the_settings(policy_gradient, ratio, advantage, learns):
-    policy = LocalPolicy()
-    method = GRPO(
-        GrpoSettings(policy_gradient=policy_gradient, optim=OptimSettings(learning_rate=1e-2))
-    )
-    metrics = method.update(
-        Models(policy), [make_drifted_datum(policy, ratio, advantage)], Progress(0, 1)
-    )
-    assert (metrics["optim/grad_norm"] > 0) == learns and (
-        metrics["optim/clip_frac"] == 0
-    ) == learns
+def test_clip_bounds_are_those_of_the_settings(policy, policy_gradient, ratio, advantage, learns):
+    optim = OptimSettings(learning_rate=1e-2)
+    method = GRPO(GrpoSettings(policy_gradient=policy_gradient, optim=optim))
+    datum = make_drifted_datum(policy, ratio, advantage)
+    metrics = method.update(Models(policy), [datum], Progress(0, 1))
+    assert (metrics["optim/grad_norm"] > 0) == (metrics["optim/clip_frac"] == 0) == learns

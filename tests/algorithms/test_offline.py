@@ -8,7 +8,7 @@ import learning
 import numpy as np
 import pytest
 import torch
-from whole_runs import RECIPE, train
+from whole_runs import RECIPE, _Cut, train
 
 from rl import ServiceClient
 from rl.algorithms import METHODS, Models, Offline, check_stored_answer
@@ -28,23 +28,16 @@ from rl.types import Problem, StoredAnswer
 
 def make_row(group=0, reward=1.0, tokens=(4, 6, 12), logprobs=(-0.5, -0.25, -0.125), **more):
     """Return a row as a run writes it."""
-    row = {
+    return {
         "group": group, "index": 0, "tag": "addition", "problem": 7 + group, "prompt": "12+34=",
-        "response": "46", "reward": reward,
+        "response": "46", "reward": reward, "prompt_tokens": [1, 2, 10, 3, 4, 11],
+        "response_tokens": list(tokens), "logprobs": list(logprobs), "temperature": 1.0, **more,
     }  # fmt: skip
-    row |= {
-        "prompt_tokens": [1, 2, 10, 3, 4, 11],
-        "response_tokens": list(tokens),
-        "logprobs": list(logprobs),
-        "temperature": 1.0,
-    }
-    return {**row, **more}
 
 
 def write(path, *rows):
-    path.write_text(
-        "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n"
-    )
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 
@@ -87,11 +80,9 @@ def test_published_shapes(tmp_path):
     ]  # fmt: skip
     assert [m["content"] for m in problems[2].messages] == ["Think.", "c?"]
     assert problems[1].meta == {"level": 3} and problems[3].meta == {"ground_truth": "G"}
-    named = {"prompt_column": "q", "response_column": "texts", "reward_column": "points"}
-    (problem,) = load_rollouts(
-        write(tmp_path / "named.jsonl", {"q": "a?", "texts": ["x"], "points": [2], "score": [9]}),
-        **named,
-    )
+    columns = {"prompt_column": "q", "response_column": "texts", "reward_column": "points"}
+    named = {"q": "a?", "texts": ["x"], "points": [2], "score": [9]}
+    (problem,) = load_rollouts(write(tmp_path / "named.jsonl", named), **columns)
     assert [(a.text, a.reward) for a in problem.answers] == [("x", 2.0)]
 
 
@@ -119,18 +110,13 @@ def test_bad_rows_are_named_with_file_and_line(row, says, tmp_path):
 
 
 def test_published_files(shared_data):
-    maths = load_rollouts(shared_data / "rollouts" / "qwen25math" / "math_cot_100.jsonl")
-    rows = [
-        json.loads(line)
-        for line in (shared_data / "rollouts/qwen25math/math_cot_100.jsonl")
-        .read_text()
-        .splitlines()
-    ]
+    file = shared_data / "rollouts" / "qwen25math" / "math_cot_100.jsonl"
+    maths, rows = load_rollouts(file), [json.loads(line) for line in file.read_text().splitlines()]
     assert [sum(a.reward for a in p.answers) for p in maths] == [sum(row["score"]) for row in rows]
     assert all(len(p.answers) == 8 for p in maths)
     assert maths[3].answers[2].text == rows[3]["response"][2]
-    grade = load_rollouts(shared_data / "gsm8k" / "example_model_solutions.jsonl")
-    text = (shared_data / "gsm8k/example_model_solutions.jsonl").read_text()
+    file = shared_data / "gsm8k" / "example_model_solutions.jsonl"
+    grade, text = load_rollouts(file), file.read_text()
     assert sum(len(p.answers) for p in grade) == 4 * len(text.splitlines()) == 4 * 1319
     assert sum(a.reward for p in grade for a in p.answers) == text.count('"is_correct": true')
 
@@ -138,10 +124,8 @@ def test_published_files(shared_data):
 def test_a_published_file_is_trained_on_as_it_is(shared_data, tmp_path, capsys):
     data = shared_data / "gsm8k" / "example_model_solutions.jsonl"
     model = f"--base-model tiny:chat --tokenizer {shared_data / 'tokenizers' / 'minimind_6400'}"
-    words = (
-        f"offline --dataset {data} {model} --train-limit 3 --steps 1 --batch-size 2 --output-dir "
-        f"{tmp_path / 'run'}"
-    )
+    options = f"--train-limit 3 --steps 1 --batch-size 2 --output-dir {tmp_path / 'run'}"
+    words = f"offline --dataset {data} {model} {options}"
     run.execute(parse_run(words.split(), METHODS, RECIPE, options=RunSettings))
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert abs(row["optim/kl_behaviour_v1"]) < 1e-5
@@ -182,17 +166,11 @@ def make_stored_problem(*rewards, **more):
     (None, 0.5, [[0.9, 0.5], [1.0, 0.5]]),
 ])  # fmt: skip
 def test_filters_keep_the_best_and_their_ties(top_fraction, threshold, kept):
-    problems = ProblemSet(
-        [
-            make_stored_problem(0.9, 0.1, 0.5),
-            make_stored_problem(0.2, 1.0, 0.5),
-            make_stored_problem(0.0, 0.0),
-        ]
-    )
+    rewards = ((0.9, 0.1, 0.5), (0.2, 1.0, 0.5), (0.0, 0.0))
+    problems = ProblemSet([make_stored_problem(*each) for each in rewards])
     result = filter_answers(problems, top_fraction, threshold)
-    assert [[a.reward for a in p.answers] for p in result] == kept and [
-        p.index for p in result
-    ] == list(range(len(kept)))
+    assert [[a.reward for a in p.answers] for p in result] == kept
+    assert [p.index for p in result] == list(range(len(kept)))
 
 
 def test_a_filter_that_keeps_nothing_says_what_there_was():
@@ -217,19 +195,16 @@ class FakeReferencePolicy:
 
     def logprobs(self, datums, temperature):
         self.requests_seen += len(datums)
-        return [
-            -0.01 * d.loss_fn_inputs["target_tokens"].array.astype(np.float32) * temperature
-            for d in datums
-        ]
+        targets = [d.loss_fn_inputs["target_tokens"].array.astype(np.float32) for d in datums]
+        return [-0.01 * temperature * tokens for tokens in targets]
 
 
 def datums_of(rows, **options):
     beginning = FakeReferencePolicy()
     renderer = get_renderer("plain", DigitTokenizer())
     method = Offline(OfflineSettings(offline=OfflineOptions(**options)))
-    return method.build_datums(
-        rows, renderer, Models(Policy(), {"beginning": lambda: beginning}), 0
-    ), beginning
+    models = Models(Policy(), {"beginning": lambda: beginning})
+    return method.build_datums(rows, renderer, models, 0), beginning
 
 
 class DigitTokenizer:
@@ -255,17 +230,12 @@ def test_group_baseline_and_stored_or_scored_behaviour():
     )
     (exact, scored), beginning = datums_of([row], loss="dro")
     assert exact.model_input.to_ints() == [1, 2, 3]
-    targets, mask, logprobs, advantages = fields(
-        exact, "target_tokens", "mask", "logprobs", "advantages"
-    )
-    assert targets == [2, 3, 4] and mask == [0, 1, 1] and advantages == [0, 0.375, 0.375]
+    names = ("target_tokens", "mask", "advantages", "logprobs")
+    *labels, logprobs = fields(exact, *names)
+    assert labels == [[2, 3, 4], [0, 1, 1], [0, 0.375, 0.375]]
     assert logprobs == pytest.approx([0, -0.5, -0.7])
-    targets, mask, logprobs, advantages = fields(
-        scored, "target_tokens", "mask", "logprobs", "advantages"
-    )
-    assert targets == [10, 3, 4, 12]
-    assert mask == [0, 1, 1, 1]
-    assert advantages == [0, -0.375, -0.375, -0.375]
+    *labels, logprobs = fields(scored, *names)
+    assert labels == [[10, 3, 4, 12], [0, 1, 1, 1], [0, -0.375, -0.375, -0.375]]
     assert logprobs == pytest.approx([0, -0.03, -0.04, -0.12]) and beginning.requests_seen == 1
     text = Offline(OfflineSettings()).describe_data([row], None)
     assert text is not None and text.startswith(
@@ -275,33 +245,24 @@ def test_group_baseline_and_stored_or_scored_behaviour():
     assert Offline(best).describe_data([row], None) is None
 
 
-def test_learned_baseline_by_hand():
-    row = Problem([], answers=(StoredAnswer(10.0, **TOKENS),))
-    (datum,), beginning = datums_of([row], loss="importance_sampling", baseline="learned")
+@pytest.mark.parametrize(("options", "expected"), [
     # values of the prefixes (1), (1, 2), (1, 2, 3) are 1, 3, 6; those before the two actions are 3
     # and 6
-    assert (
-        fields(datum, "advantages", "returns") == [[0, 7, 4], [0, 10, 10]]
-        and beginning.requests_seen == 0
-    )
-
-
-def test_q_targets_by_hand():
-    (datum,), _ = datums_of(
-        [Problem([], answers=(StoredAnswer(10.0, **TOKENS),))], loss="ilql", gamma=0.5
-    )
+    ({"loss": "importance_sampling", "baseline": "learned"},
+     {"advantages": [0, 7, 4], "returns": [0, 10, 10]}),
     # the first action leads to the value 6 of (1, 2, 3), discounted; the last leads to the final
     # reward
-    assert fields(datum, "returns", "advantages") == [[0, 3, 10], [0, 0, 4]]
-    assert fields(datum, "logprobs")[0] == pytest.approx([0, -0.5, -0.7])
-
-
-def test_cloning_weighs_the_answer_alone():
-    (datum,), _ = datums_of(
-        [Problem([], answers=(StoredAnswer(1.0, **TOKENS),))], loss="bc", reward_threshold=1.0
-    )
-    assert fields(datum, "weights") == [[0, 1, 1]]
-    assert set(datum.loss_fn_inputs) == {"target_tokens", "weights"}
+    ({"loss": "ilql", "gamma": 0.5},
+     {"returns": [0, 3, 10], "advantages": [0, 0, 4], "logprobs": [0, -0.5, -0.7]}),
+    ({"loss": "bc", "reward_threshold": 1.0}, {"target_tokens": [2, 3, 4], "weights": [0, 1, 1]}),
+])  # fmt: skip
+def test_the_fields_of_a_stored_answer_by_hand(options, expected):
+    row = Problem([], answers=(StoredAnswer(10.0, **TOKENS),))
+    (datum,), beginning = datums_of([row], **options)
+    assert beginning.requests_seen == 0
+    for name, values in expected.items():
+        assert fields(datum, name) == [pytest.approx(values)]
+    assert options["loss"] != "bc" or set(datum.loss_fn_inputs) == set(expected)
 
 
 # ------------------------------------------------------------------------------------------- Q-loss
@@ -314,11 +275,8 @@ def test_q_loss_is_the_formula_over_all_of_q():
     tau, cql, c, kappa = 0.3, 0.7, 0.4, 0.8
     logits = torch.randn(steps, vocabulary, dtype=torch.float64, requires_grad=True)
     values = torch.randn(steps, dtype=torch.float64, requires_grad=True)
-    actions, old, returns = (
-        torch.randint(0, vocabulary, (steps,)),
-        torch.randn(steps).double(),
-        torch.randn(steps).double(),
-    )
+    actions = torch.randint(0, vocabulary, (steps,))
+    old, returns = torch.randn(steps).double(), torch.randn(steps).double()
     behaviour = torch.log_softmax(torch.randn(steps, vocabulary).double(), -1)
     mask = torch.tensor([0, 1, 1, 0, 1, 1, 1]).double()
     expected = torch.zeros((), dtype=torch.float64)
@@ -333,11 +291,8 @@ def test_q_loss_is_the_formula_over_all_of_q():
         td = returns[t] - (old[t] + q[actions[t]] - v)
         conservative = soft - q[actions[t]]
         u = returns[t] - values[t]
-        expected = (
-            expected
-            + (td**2 / 2 + cql * conservative) / tau
-            + c * (kappa if u > 0 else 1 - kappa) * u**2
-        )
+        share = kappa if u > 0 else 1 - kappa
+        expected = expected + (td**2 / 2 + cql * conservative) / tau + c * share * u**2
     target = torch.autograd.grad(expected, (logits, values))
     logp = torch.log_softmax(logits, -1).gather(1, actions[:, None])[:, 0]
     drew = behaviour.gather(1, actions[:, None])[:, 0]
@@ -362,9 +317,8 @@ def mixed_answers(path, copies: int = 8):
     for a in range(10):
         for b in range(10):
             wrong = [d for d in range(10) if d != max(a, b)]
-            answers = [
-                max(a, b) if i < copies // 4 else int(rng.choice(wrong)) for i in range(copies)
-            ]
+            answers = [max(a, b)] * (copies // 4)
+            answers += [int(rng.choice(wrong)) for _ in range(copies - len(answers))]
             rows.append({"prompt": f"{a}+{b}=", "response": [str(x) for x in answers],
                          "reward": [float(x == max(a, b)) for x in answers]})  # fmt: skip
     return write(path, *(rows[i] for i in rng.permutation(len(rows))))
@@ -393,15 +347,12 @@ def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
     continues from its weights.
     """
     data, request = mixed_answers(tmp_path / "answers.jsonl"), of_it(tmp_path / "asked")
-    words = (
-        f"offline --dataset {data} --eval-dataset {request} --reward exact_match --max-tokens 3 "
-        f"--batch-size 25 --save-every 0"
-    )
-    clone = (
-        f"{words} --loss bc --top-fraction 1 --steps 120 --learning-rate 2e-3 --eval-every 120 "
-        f"--warmup-steps 10"
-    )
-    behaviour = train(clone, tmp_path / "clone")[-1]["test/env/all/correct"]
+    often = "--reward exact_match --max-tokens 3 --batch-size 25 --save-every 0"
+    words = f"offline --dataset {data} --eval-dataset {request} {often}"
+    clone = "--loss bc --top-fraction 1 --steps 120 --learning-rate 2e-3 --eval-every 120"
+    behaviour = train(f"{words} {clone} --warmup-steps 10", tmp_path / "clone")[-1][
+        "test/env/all/correct"
+    ]
     learning.check_figure("accuracy of the behaviour", behaviour, above=0.15)
     learning.check_figure("accuracy of the behaviour, at most", behaviour, below=0.4)
     model = tmp_path / "clone" / "checkpoints" / "offline-final" / "model"
@@ -409,7 +360,6 @@ def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
         more = f"--base-model {model} --learning-rate 1e-3 --steps {steps} --eval-every {steps}"
         rows = train(f"{words} --loss {loss} {more}", tmp_path / str(i))
         after = rows[-1]["test/env/all/correct"]
-        print(f"{loss}: {behaviour:.2f} -> {after:.2f}")
         learning.check_figure(f"accuracy after {loss}", after, above=0.7)
 
 
@@ -417,18 +367,11 @@ def test_it_improves_on_the_behaviour_policy_from_mixed_rollouts(tmp_path):
 def test_a_runs_rollouts_are_learnt_from_token_for_token(tmp_path):
     """At the weights that sampled them, the stored logprobs equal the learner's."""
     words = "--batch-size 8 --max-tokens 4 --learning-rate 1e-12 --eval-every 0"
-    train(
-        f"grpo {words} --group-size 4 --steps 2 --rollouts-every 1 --temperature 0.7",
-        tmp_path / "run",
-    )
-    rows = train(
-        f"offline {words} --steps 2 --dataset {tmp_path / 'run'} --temperature 0.7",
-        tmp_path / "offline",
-    )
-    assert all(
-        abs(row["optim/kl_behaviour_v1"]) < 1e-5 and row["optim/kl_behaviour_v2"] < 1e-8
-        for row in rows
-    )
+    options = "--group-size 4 --steps 2 --rollouts-every 1 --temperature 0.7"
+    train(f"grpo {words} {options}", tmp_path / "run")
+    options = f"--steps 2 --dataset {tmp_path / 'run'} --temperature 0.7"
+    for row in train(f"offline {words} {options}", tmp_path / "offline"):
+        assert abs(row["optim/kl_behaviour_v1"]) < 1e-5 and row["optim/kl_behaviour_v2"] < 1e-8
     with pytest.raises(UserError, match="sampled at temperature 0.7.*set --temperature 0.7"):
         train(f"offline {words} --steps 1 --dataset {tmp_path / 'run'}", tmp_path / "other")
 
@@ -445,10 +388,6 @@ learning_rate: 1e-2
 temperature: 1.0
 eval_every: 0
 """
-
-
-class _Cut(Exception):
-    pass
 
 
 @pytest.mark.slow
@@ -479,15 +418,13 @@ def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
     # of learning from the rest
     (tmp_path / "cut" / "rollouts" / "step_000001.jsonl").unlink()
     assert train(f"{recipe} --resume", tmp_path / "cut") == whole
-    rows = (tmp_path / "cut" / "checkpoints.jsonl").read_text().splitlines()
-    (tmp_path / "cut" / "checkpoints.jsonl").write_text(
-        "".join(row + "\n" for row in rows if "offline-final" not in row)
-    )
+    listed = tmp_path / "cut" / "checkpoints.jsonl"
+    rows = listed.read_text().splitlines(keepends=True)
+    listed.write_text("".join(row for row in rows if "offline-final" not in row))
     # otherwise the list would be rebuilt from this checkpoint
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "offline-final")
-    with pytest.raises(
-        UserError, match="lacks the rollouts of 1 of the 2 steps asked for .step 1 first"
-    ):
+    says = "lacks the rollouts of 1 of the 2 steps asked for .step 1 first"
+    with pytest.raises(UserError, match=says):
         train(f"{recipe} --resume", tmp_path / "cut")
 
 
@@ -518,19 +455,13 @@ def test_answers_that_cannot_be_learnt_are_named(tmp_path):
         policy = service.create_full_training_client("tiny:addition")
         renderer = make_renderer(policy, None)
         for answer, says in (
-            (
-                StoredAnswer(1.0, prompt_tokens=(1,), tokens=(99,), place="a line 3"),
-                "a line 3: token 99 is outside the policy's vocabulary of 14 tokens",
-            ),
-            (
-                StoredAnswer(1.0, "ten", place="a line 5"),
-                "tokenizer has no tokens for some of the text .*ten.*: use a model",
-            ),
-            (
-                StoredAnswer(1.0, "1" * 600, place="a line 4"),
-                "a line 4: prompt and answer take 60. tokens, .* context holds 512",
-            ),
-        ):
+            ({"prompt_tokens": (1,), "tokens": (99,)},
+             "a line: token 99 is outside the policy's vocabulary of 14 tokens"),
+            ({"text": "ten"}, "tokenizer has no tokens for some of the text .*ten.*: use a model"),
+            ({"text": "1" * 600},
+             "a line: prompt and answer take 60. tokens, .* context holds 512"),
+        ):  # fmt: skip
+            answer = StoredAnswer(1.0, **answer, place="a line")
             row = Problem([{"role": "user", "content": "1+1="}], answers=(answer,))
             with pytest.raises(UserError, match=says):
                 check_stored_answer(OfflineSettings(), policy.info, renderer, row, answer)

@@ -24,27 +24,22 @@ from kernels.token_logprob import token_logprob
 from rl.algorithms import ADVANTAGES, compute_gae, compute_returns_to_go
 from rl.algorithms.update import apply_truncated_is, compute_divisor, weight_by_sequence
 from rl.losses import LOSSES
-from rl.types import Datum, ModelInput
+from rl.types import Datum, ModelInput, TensorData
 
 F64 = torch.float64
 
 
 def advantages(rewards, discounts, values, bootstrap, lam):
     """Return advantages under a separate discount for each step."""
-    rewards, discounts, values = (
-        np.asarray(x, dtype=np.float64) for x in (rewards, discounts, values)
-    )
+    rewards, discounts, values = (np.asarray(x, np.float64) for x in (rewards, discounts, values))
     ends = [0, *(int(t) + 1 for t in np.flatnonzero(discounts[:-1] == 0)), len(rewards)]
     results = []
     for start, end in zip(ends, ends[1:], strict=False):
         d = discounts[start:end]
         units = np.concatenate([[1.0], np.cumprod(d)])
         last = values[end] if end < len(rewards) else bootstrap
-        r, v, after = (
-            units[:-1] * rewards[start:end],
-            units[:-1] * values[start:end],
-            float(units[-1] * last),
-        )
+        r, v = units[:-1] * rewards[start:end], units[:-1] * values[start:end]
+        after = float(units[-1] * last)
         results.append(compute_gae(r, v, gamma=1.0, lam=lam, bootstrap=after) / units[:-1])
     return np.concatenate(results)
 
@@ -98,48 +93,39 @@ def test_advantages_and_returns_of_rlax_and_trfl(case):
 TD = [(d, v) for v in (0.0, 1.0, 2.0) for d in (0.0, 0.5, 1.0)]
 
 
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    zip(TD, [-2.0, -2.0, -2.0, -2.0, -1.5, -1.0, -2.0, -1.0, 0.0], strict=True),
-)
+TD_ERRORS = [-2.0, -2.0, -2.0, -2.0, -1.5, -1.0, -2.0, -1.0, 0.0]
+
+
+@pytest.mark.parametrize(("case", "expected"), zip(TD, TD_ERRORS, strict=True))
 def test_td_learning(case, expected):
     discount, after = case
-    first = np.array([-1.0]), np.array([1.0])
-    assert compute_gae(*first, gamma=discount, lam=0.3, bootstrap=after) == pytest.approx(
-        [expected]
-    )
+    result = compute_gae(np.array([-1.0]), np.ones(1), gamma=discount, lam=0.3, bootstrap=after)
+    assert result == pytest.approx([expected])
     value = torch.ones(1, requires_grad=True)
     inputs = {"values": value, "returns": torch.tensor([1.0 + expected]), "mask": torch.ones(1)}
     loss, _ = LOSSES["value"].fn(value.detach(), value.detach(), inputs, torch.tensor([0, 1]), {})
     loss.backward()
-    # the same for trfl
-    assert float(loss.detach()) == pytest.approx(0.5 * expected**2) and float(
-        value.grad
-    ) == pytest.approx(-expected)
+    assert float(loss.detach()) == pytest.approx(0.5 * expected**2)  # the same for trfl
+    assert float(value.grad) == pytest.approx(-expected)
 
 
 # trfl sequence_ops_test, scan_discounted_sum with reverse: sequence, decays, bootstrap, expected
 SCANS = [
     ([3, 1, 5], [0.5, 0.9, 1.0], 0.0, [(5 * 0.9 + 1) * 0.5 + 3, 5 * 0.9 + 1, 5]),
-    (
-        [-1.7, 1.2, 2.3],
-        [0.9, 0.5, 0.3],
-        1.5,
-        [((2.3 + 0.45) * 0.5 + 1.2) * 0.9 - 1.7, (2.3 + 0.45) * 0.5 + 1.2, 2.75],
-    ),
+    ([-1.7, 1.2, 2.3], [0.9, 0.5, 0.3], 1.5,
+     [((2.3 + 0.45) * 0.5 + 1.2) * 0.9 - 1.7, (2.3 + 0.45) * 0.5 + 1.2, 2.75]),
     ([3, 1], [0.5, 0.9], 2.5, [(0.9 * 2.5 + 1) * 0.5 + 3, 0.9 * 2.5 + 1]),
     ([33, 11, 55], [5, 9, 10], 0.0, [(55 * 9 + 11) * 5 + 33, 55 * 9 + 11, 55]),
     ([-17, 12, 23], [9, 5, 3], 15.0, [((23 + 45) * 5 + 12) * 9 - 17, (23 + 45) * 5 + 12, 68]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("sequence", "decays", "after", "expected"), SCANS)
 def test_trfl_scan_discounted_sum(sequence, decays, after, expected):
     units = np.concatenate([[1.0], np.cumprod(decays)])
     items = units * np.array([*sequence, after], dtype=np.float64)
-    assert np.array(compute_returns_to_go(items, 1.0))[:-1] / units[:-1] == pytest.approx(
-        expected, rel=1e-12
-    )
+    result = np.array(compute_returns_to_go(items, 1.0))[:-1] / units[:-1]
+    assert result == pytest.approx(expected, rel=1e-12)
 
 
 ENTROPY = [  # trfl discrete_policy_gradient_ops_test: logits, entropy, its gradient
@@ -162,24 +148,16 @@ def test_trfl_entropy(logits, expected, slope):
 
 
 def log_softmax(logits):
-    logits = np.asarray(logits, dtype=np.float64)
-    return (
-        logits
-        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
-        - logits.max(-1, keepdims=True)
-    )
+    return torch.tensor(logits, dtype=F64).log_softmax(-1).numpy()
 
 
 def loss_of(name, lp, cu_seqlens, config=None, **inputs):
     lp = torch.tensor(lp, dtype=F64, requires_grad=True)
-    tensors = {
-        field: torch.as_tensor(np.asarray(value), dtype=F64) for field, value in inputs.items()
-    }
-    loss, _ = LOSSES[name].compute(
-        lp, torch.zeros_like(lp), tensors, torch.as_tensor(cu_seqlens), config or {}
-    )
+    inputs = {field: torch.as_tensor(np.asarray(v), dtype=F64) for field, v in inputs.items()}
+    cu = torch.as_tensor(cu_seqlens)
+    loss, _ = LOSSES[name].compute(lp, torch.zeros_like(lp), inputs, cu, config or {})
     (slope,) = torch.autograd.grad(loss, lp)
-    return float(loss), slope.numpy()
+    return float(loss.detach()), slope.numpy()
 
 
 TRFL_PG = [
@@ -193,17 +171,13 @@ TRFL_PG = [
 @pytest.mark.parametrize(("logits", "action", "value", "expected"), TRFL_PG)
 def test_trfl_discrete_policy_gradient(logits, action, value, expected):
     """Loss -A log pi: cross_entropy weighted by A, and cispo without clipping."""
-    lp = [log_softmax(logits)[action]]
-    assert loss_of("cross_entropy", lp, [0, 1], weights=[value])[0] == pytest.approx(
-        expected, abs=1e-6
-    )
-    assert loss_of("cispo", lp, [0, 1], advantages=[value], logprobs=lp, mask=[1.0])[
-        0
-    ] == pytest.approx(expected, abs=1e-6)
-    # the gradient of the loss
-    assert loss_of("importance_sampling", lp, [0, 1], advantages=[value], mask=[1.0])[
-        1
-    ] == pytest.approx([-value])
+    lp, fields = [log_softmax(logits)[action]], {"advantages": [value], "mask": [1.0]}
+    loss, _ = loss_of("cross_entropy", lp, [0, 1], weights=[value])
+    assert loss == pytest.approx(expected, abs=1e-6)
+    loss, _ = loss_of("cispo", lp, [0, 1], **fields, logprobs=lp)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    _, gradient = loss_of("importance_sampling", lp, [0, 1], **fields)
+    assert gradient == pytest.approx([-value])
 
 
 LOGITS = np.array([[1.0, 1, 1], [2, 0, 0], [-1, -2, -3]])
@@ -217,12 +191,10 @@ RLAX_PG = [
 def test_rlax_policy_gradient_loss(logits, actions, advantages_T, weights, expected):
     lp = log_softmax(logits)[np.arange(3), actions]
     credit = np.array(advantages_T) * weights / 3  # a mean over the three tokens
-    assert loss_of("cross_entropy", lp, [0, 3], weights=credit)[0] == pytest.approx(
-        expected, rel=1e-6
-    )
-    assert loss_of("cispo", lp, [0, 3], advantages=credit, logprobs=lp, mask=np.ones(3))[
-        0
-    ] == pytest.approx(expected, rel=1e-6)
+    loss, _ = loss_of("cross_entropy", lp, [0, 3], weights=credit)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    loss, _ = loss_of("cispo", lp, [0, 3], advantages=credit, logprobs=lp, mask=np.ones(3))
+    assert loss == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize(("sign", "expected"), [(1, -0.17117467), (-1, 0.19333333)])
@@ -241,12 +213,10 @@ RLAX_ENTROPY = [(LOGITS, [-2.0, 2.0, 0.0], 0.288693), (LOGITS + 1, [-3.0, 1.0, -
 @pytest.mark.parametrize(("logits", "weights", "expected"), RLAX_ENTROPY)
 def test_rlax_entropy_loss(logits, weights, expected):
     """In rlax's sign convention the loss is minus the weighted mean of the entropies."""
-    _, entropy, _ = token_logprob(
-        torch.tensor(logits, dtype=torch.float32), torch.tensor([0, 0, 0])
-    )
-    assert float(-(entropy.double() * torch.tensor(weights)).mean()) == pytest.approx(
-        expected, rel=1e-5
-    )
+    logits = torch.tensor(logits, dtype=torch.float32)
+    _, entropy, _ = token_logprob(logits, torch.tensor([0, 0, 0]))
+    loss = -(entropy.double() * torch.tensor(weights)).mean()
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
 # --------------------------------------------------------------------------------------------- verl
@@ -255,11 +225,8 @@ def test_rlax_entropy_loss(logits, weights, expected):
 def test_verl_gae_steps_over_observations():
     rewards = np.array([0, 0, 0.1, 0.1, 0.1, 0, 0, 0.1, 1.0, 0, 0])
     mask = np.array([0, 0, 1, 1, 1, 0, 0, 1, 1, 0, 0], dtype=bool)
-    values = np.where(
-        mask,
-        [0.0, 0, 4, 5, 6, 0, 0, 7, 9, 0, 0],
-        100 * np.random.default_rng(0).standard_normal(11),
-    )
+    noise = 100 * np.random.default_rng(0).standard_normal(11)
+    values = np.where(mask, [0.0, 0, 4, 5, 6, 0, 0, 7, 9, 0, 0], noise)
     after, running, expected = 0.0, 0.0, np.zeros(11)
     for t in reversed(range(11)):
         total = rewards[t] + 0.9 * after - values[t] + 0.9 * 0.7 * running
@@ -275,12 +242,10 @@ def test_verl_group_advantages():
     for size in (2, 3, 8, 17):
         scores = rng.normal(size=size)
         ours = ADVANTAGES["leave_one_out"].fn(scores.tolist())
-        assert ours == pytest.approx(
-            [s - np.delete(scores, i).mean() for i, s in enumerate(scores)], rel=1e-12
-        )
-        assert ADVANTAGES["mean"].fn(scores.tolist()) == pytest.approx(
-            scores - scores.mean(), abs=1e-15
-        )
+        expected = [s - np.delete(scores, i).mean() for i, s in enumerate(scores)]
+        assert ours == pytest.approx(expected, rel=1e-12)
+        ours = ADVANTAGES["mean"].fn(scores.tolist())
+        assert ours == pytest.approx(scores - scores.mean(), abs=1e-15)
 
 
 def test_verl_divides_by_the_sample_deviation():
@@ -298,25 +263,21 @@ def test_verl_token_sum(cuts):
     result, _ = loss_of("cross_entropy", -rows.ravel(), [0, 3, 6], weights=mask.ravel())
     assert result == 13.0
     rows, mask = np.arange(1.0, 25).reshape(8, 3), np.tile([1.0, 1, 0], (8, 1))
-    parts = [
-        loss_of(
-            "cross_entropy", -part.ravel(), np.arange(0, part.size + 1, 3), weights=weights.ravel()
-        )[0]
-        for part, weights in zip(np.split(rows, cuts), np.split(mask, cuts), strict=True)
-    ]
-    assert sum(parts) == (rows * mask).sum()
+    total = 0.0
+    for part, weights in zip(np.split(rows, cuts), np.split(mask, cuts), strict=True):
+        cu = np.arange(0, part.size + 1, 3)
+        total += loss_of("cross_entropy", -part.ravel(), cu, weights=weights.ravel())[0]
+    assert total == (rows * mask).sum()
 
 
 def test_verl_truncated_importance_weights():
     """verl's mask case (ratios e^-1 and e^0.5 below the cap of 2) and a ratio above the cap."""
     lp, q = [-2.0] * 3, [-1.0, -2.5, -4.0]
     fields = {"target_tokens": [1] * 3, "advantages": [1.0] * 3, "logprobs": q, "mask": [1.0] * 3}
-    weighted, metrics = apply_truncated_is(
-        FixedScores([lp]), [Datum(ModelInput.from_ints([1, 2, 3]), fields)], 2.0, 1.0
-    )
-    assert weighted[0].loss_fn_inputs["advantages"].tolist() == pytest.approx(
-        [0.36788, 1.64872, 2.0], abs=1e-5
-    )
+    datums = [Datum(ModelInput.from_ints([1, 2, 3]), fields)]
+    weighted, metrics = apply_truncated_is(FixedScores([lp]), datums, 2.0, 1.0)
+    weights = weighted[0].loss_fn_inputs["advantages"].tolist()
+    assert weights == pytest.approx([0.36788, 1.64872, 2.0], abs=1e-5)
     assert metrics["optim/tis_frac_capped"] == pytest.approx(1 / 3)
 
 
@@ -337,9 +298,8 @@ def test_verl_kl_penalties(kind):
     rng = np.random.default_rng(1)
     lp, ref = rng.normal(size=6), rng.normal(size=6)
     fields = {"advantages": np.zeros(6), "logprobs": lp, "ref_logprobs": ref, "mask": np.ones(6)}
-    result, slope = loss_of(
-        "importance_sampling", lp, [0, 6], {"kl_coef": 1.0, "kl_kind": kind}, **fields
-    )
+    config = {"kl_coef": 1.0, "kl_kind": kind}
+    result, slope = loss_of("importance_sampling", lp, [0, 6], config, **fields)
     value, gradient = KL[kind]
     assert result == pytest.approx(sum(map(value, lp, ref)), rel=1e-12)
     assert slope == pytest.approx(list(map(gradient, lp, ref)), rel=1e-12)
@@ -365,18 +325,15 @@ def batch(seed=0):
 def as_datums(lengths, credit, mask):
     ends = np.cumsum([0, *lengths])
     parts = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
-    return [
-        Datum(
-            ModelInput.from_ints([0] * n),
-            {
-                "target_tokens": [0] * n,
-                "advantages": credit[s],
-                "mask": mask[s],
-                "logprobs": mask[s],
-            },
-        )
-        for n, s in zip(lengths, parts, strict=True)
-    ], parts
+    datums = []
+    for n, s in zip(lengths, parts, strict=True):
+        fields = {"advantages": credit[s], "mask": mask[s], "logprobs": mask[s]}
+        datums.append(Datum(ModelInput.from_ints([0] * n), {"target_tokens": [0] * n, **fields}))
+    return datums, parts
+
+
+def gather_fields(datums, *names):
+    return {name: np.concatenate([d.loss_fn_inputs[name].array for d in datums]) for name in names}
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -405,17 +362,12 @@ def test_liger_grpo(normalise, beta):
     leaf = torch.tensor(lp, requires_grad=True)
     expected = liger(leaf)
     (slope,) = torch.autograd.grad(expected, leaf)
-    used = weight_by_sequence(datums) if normalise == "sequence_means" else datums
-    fields = {
-        name: np.concatenate([d.loss_fn_inputs[name].array for d in used])
-        for name in ("advantages", "mask")
-    }
-    if normalise != "sequence_means":
-        fields = {"advantages": credit, "mask": mask}  # float64, without conversion to float32
+    fields = {"advantages": credit, "mask": mask}  # float64, without conversion to float32
+    if normalise == "sequence_means":
+        fields = gather_fields(weight_by_sequence(datums), "advantages", "mask")
     config = {"kl_coef": beta, "kl_kind": "k3_pathwise"} if beta else {}
-    result, ours = loss_of(
-        "ppo", lp, np.cumsum([0, *lengths]), config, logprobs=old, ref_logprobs=ref, **fields
-    )
+    fields |= {"logprobs": old, "ref_logprobs": ref}
+    result, ours = loss_of("ppo", lp, np.cumsum([0, *lengths]), config, **fields)
     size = compute_divisor(datums, normalise, 16)
     # a datum's fields are float32: an error of 2^-24 each, for sixteen fields
     rounding = 4e-7 if normalise == "sequence_means" else 1e-12
@@ -432,22 +384,11 @@ def test_liger_dpo(beta, eps):
     lp, ref = -rng.exponential(size=15), -rng.exponential(size=15)
     mask = (rng.random(15) < 0.8).astype(float)
     ends = np.cumsum([0, *lengths])
-    sums = [
-        [float((x * mask)[a:b].sum()) for a, b in zip(ends, ends[1:], strict=False)]
-        for x in (lp, ref)
-    ]
-    deltas = [
-        beta * ((w - v) - (wr - vr))
-        for w, v, wr, vr in zip(
-            sums[0][::2], sums[0][1::2], sums[1][::2], sums[1][1::2], strict=True
-        )
-    ]
-    expected = sum(
-        (1 - eps) * math.log1p(math.exp(-d)) + eps * math.log1p(math.exp(d)) for d in deltas
-    )
-    result, _ = loss_of(
-        "dpo", lp, ends, {"beta": beta, "label_smoothing": eps}, mask=mask, ref_logprobs=ref
-    )
+    gaps = np.add.reduceat((lp - ref) * mask, ends[:-1])
+    deltas = beta * (gaps[::2] - gaps[1::2])
+    expected = ((1 - eps) * np.log1p(np.exp(-deltas)) + eps * np.log1p(np.exp(deltas))).sum()
+    config = {"beta": beta, "label_smoothing": eps}
+    result, _ = loss_of("dpo", lp, ends, config, mask=mask, ref_logprobs=ref)
     assert result == pytest.approx(expected, rel=1e-12)
 
 
@@ -478,14 +419,9 @@ def test_areal_decoupled_policy_loss():
     expected = (np.maximum(-credit * ratio, -credit * ratio.clip(0.8, 1.2)) * weight * mask).sum()
     datums, parts = as_datums(lengths, credit, mask)
     for datum, s in zip(datums, parts, strict=True):
-        datum.loss_fn_inputs["logprobs"] = Datum(
-            ModelInput.empty(), {"x": behaviour[s]}
-        ).loss_fn_inputs["x"]
+        datum.loss_fn_inputs["logprobs"] = TensorData(behaviour[s], "float32")
     weighted, _ = apply_truncated_is(FixedScores([proximal[s] for s in parts]), datums, 1e9, 1.0)
-    fields = {
-        name: np.concatenate([d.loss_fn_inputs[name].array for d in weighted])
-        for name in ("advantages", "logprobs", "mask")
-    }
+    fields = gather_fields(weighted, "advantages", "logprobs", "mask")
     fields["advantages"] = np.where(mask != 0, fields["advantages"], 0.0)
     result, _ = loss_of("ppo", lp, np.cumsum([0, *lengths]), **fields)
     assert result == pytest.approx(expected, rel=1e-5)

@@ -5,11 +5,7 @@ import pytest
 from algorithm_helpers import make_method, target_logprobs
 from helpers import random_datums
 
-from rl.algorithms import (
-    Models,
-    Progress,
-    StreamedStep,
-)
+from rl.algorithms import Models, Progress, StreamedStep
 from rl.client import ServiceClient
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, SampledSequence
@@ -62,8 +58,7 @@ SMALL = {"group_size": 3, "learning_rate": 1e-3, "steps": 3, "batch_size": 4}
 PROBE = random_datums(4)
 
 
-@pytest.mark.parametrize("critic", [False, True])
-@pytest.mark.parametrize("name", ["ppo", "rlhf"])
+@pytest.mark.parametrize(("name", "critic"), [("ppo", False), ("rlhf", True)])
 def test_ppo_goes_on_where_a_correction_removes_every_token(service, name, critic):
     """AdamW has state from an earlier update; the batch counts as having no signal."""
     flat = SMALL | {"critic_model": "policy" if critic else None, "kl_coef": 0.0}
@@ -71,13 +66,11 @@ def test_ppo_goes_on_where_a_correction_removes_every_token(service, name, criti
     policy = service.create_full_training_client("tiny:addition", seed=2, value_head=not critic)
     others = {}
     if critic:
-        others["critic"] = service.create_full_training_client(
-            "tiny:addition", seed=5, value_head=True
-        )
+        options = {"seed": 5, "value_head": True}
+        others["critic"] = service.create_full_training_client("tiny:addition", **options)
     models = Models(policy, others)
-    assert "optim/skipped_no_signal" not in first.update(
-        models, first.compute_advantages(groups_of(), models), Progress(0, 3)
-    )
+    datums = first.compute_advantages(groups_of(), models)
+    assert "optim/skipped_no_signal" not in first.update(models, datums, Progress(0, 3))
     before = np.concatenate(target_logprobs(policy, PROBE))
     datums = method.compute_advantages(shift_logprobs(groups_of()), models)
     metrics = method.update(models, datums, Progress(1, 3))
@@ -88,8 +81,7 @@ def test_ppo_goes_on_where_a_correction_removes_every_token(service, name, criti
     assert np.isfinite(list(metrics.values())).all()
 
 
-@pytest.mark.parametrize("inputs", [{}, {"entropy_coef": 0.1}])
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("parts", "inputs"), [(1, {"entropy_coef": 0.1}), (2, {})])
 def test_grpo_goes_on_where_a_correction_removes_every_token(service, parts, inputs):
     policy = service.create_full_training_client("tiny:addition", seed=2)
     models, flat = Models(policy), SMALL | {"loss": "importance_sampling"}

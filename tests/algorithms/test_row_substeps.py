@@ -57,8 +57,8 @@ class RecordingPolicy:
 
 def learn(service, method, rows):
     """Update a policy once; return the datums, and those of each optimizer step."""
-    client = service.create_full_training_client("tiny:ascii", seed=2)
-    settings = ModelSettings(base_model="tiny:ascii")
+    client = service.create_full_training_client("tiny:addition", seed=2)
+    settings = ModelSettings()
     hosts = StageModelFactory(service, client, settings, None, {}, 2)
     policy = RecordingPolicy(client)
     models = Models(policy, method.required_models(hosts))

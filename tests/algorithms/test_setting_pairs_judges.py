@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from scripted import ScriptedSampler
 from test_rubric import GenerationRenderer
@@ -44,22 +46,12 @@ class InterviewEnvironment(Environment):
 
 def play_interview(turns: int) -> RolloutBatch:
     """Return episodes in which every answer is a different number."""
-    tokenizer = load_tokenizer("tiny:ascii")
-    count = iter(range(10**6))
-
-    rows = [{"number": i, "turns": turns} for i in range(ROWS)]
-    renderer = get_renderer("plain", tokenizer)
-    spec = resolve_environment(InterviewEnvironment)
-    builders = [
-        EnvironmentGroup(spec, Problem((), row, index=i), MEMBERS, renderer)
-        for i, row in enumerate(rows)
-    ]
-    return rollout(
-        builders,
-        ScriptedSampler(tokenizer, lambda *_: f"[{next(count)}]"),
-        SamplingParams(max_tokens=20, temperature=1.0),
-        seed=0,
-    )
+    tokenizer, count = load_tokenizer("tiny:ascii"), itertools.count()
+    renderer, spec = get_renderer("plain", tokenizer), resolve_environment(InterviewEnvironment)
+    problems = [Problem((), {"number": i, "turns": turns}, index=i) for i in range(ROWS)]
+    builders = [EnvironmentGroup(spec, problem, MEMBERS, renderer) for problem in problems]
+    sampler = ScriptedSampler(tokenizer, lambda *_: f"[{next(count)}]")
+    return rollout(builders, sampler, SamplingParams(max_tokens=20, temperature=1.0), seed=0)
 
 
 class FakeJudgeClient:
@@ -77,22 +69,18 @@ class FakeJudgeClient:
 
     def compute_logprobs_many(self, inputs):
         texts = self._note(inputs)
-        return SimpleNamespace(
-            result=lambda: [[None, *[-0.01 * len(text)] * (len(text) - 1)] for text in texts]
-        )
+        logprobs = [[None, *[-0.01 * len(text)] * (len(text) - 1)] for text in texts]
+        return SimpleNamespace(result=lambda: logprobs)
 
     def compute_values(self, inputs):
         texts = self._note(inputs)
-        return SimpleNamespace(
-            result=lambda: [[0.0, float(re.findall(r"\[(\d+)\]", text)[-1])] for text in texts]
-        )
+        values = [[0.0, float(re.findall(r"\[(\d+)\]", text)[-1])] for text in texts]
+        return SimpleNamespace(result=lambda: values)
 
     def sample_many(self, requests):
         texts = self._note([ModelInput.from_ints(request.prompt) for request in requests])
-        results = [
-            SimpleNamespace(sequences=[SimpleNamespace(tokens=list(map(ord, "Score: 7")))])
-            for _ in texts
-        ]
+        sequence = SimpleNamespace(tokens=list(map(ord, "Score: 7")))
+        results = [SimpleNamespace(sequences=[sequence]) for _ in texts]
         return SimpleNamespace(result=lambda: (results, {}))
 
 
@@ -105,19 +93,13 @@ class JudgeRenderer(GenerationRenderer):
 
 
 def judge_of(kind: str, client: FakeJudgeClient):
-    match kind:
-        case "comparison":
-            return PairwiseJudge(ComparisonModel(client, JudgeRenderer()))
-        case "reward":
-            reference = JudgeRenderer()
-            return RewardModel(client, "a stand-in", reference, policy_renderer=reference)
-        case "rubric-yes_no":
-            return RubricJudge(
-                client, JudgeRenderer(), Rubric.from_weights((("Is it right?", 1.0),))
-            )
-    return RubricJudge(
-        client, JudgeRenderer(), Rubric.from_weights((("Is it right?", 1.0),), "score")
-    )
+    renderer = JudgeRenderer()
+    if kind == "comparison":
+        return PairwiseJudge(ComparisonModel(client, renderer))
+    if kind == "reward":
+        return RewardModel(client, "a stand-in", renderer, policy_renderer=renderer)
+    rubric = Rubric.from_weights((("Is it right?", 1.0),), kind.removeprefix("rubric-"))
+    return RubricJudge(client, renderer, rubric)
 
 
 @pytest.mark.parametrize("turns", TURNS)
@@ -130,10 +112,8 @@ def test_an_answer_is_judged_beside_its_own_conversation(kind, turns):
     for row, group in enumerate(rollouts.groups):
         for member, trajectory in enumerate(group.trajectories_G):
             assert len(trajectory.transitions) == turns
-            questions = [
-                f"<row {row}>",
-                *(f"<row {row} member {member} turn {turn}>" for turn in range(2, turns + 1)),
-            ]
+            later = [f"<row {row} member {member} turn {turn}>" for turn in range(2, turns + 1)]
+            questions = [f"<row {row}>", *later]
             answers = [turn.logs["response"] for turn in trajectory.transitions]
             conversations[answers[-1]] = ([*questions, *answers], row)
     seen = set()
@@ -151,6 +131,4 @@ def test_an_answer_is_judged_beside_its_own_conversation(kind, turns):
     for group, before in zip(result.groups, rollouts.groups, strict=True):
         learned = [metrics["reward/learned"] for metrics in group.metrics_G]
         reference = [0.5 * total for total in before.get_total_rewards()]
-        assert group.get_total_rewards() == pytest.approx(
-            [a + b for a, b in zip(learned, reference, strict=True)]
-        )
+        assert group.get_total_rewards() == pytest.approx(np.add(learned, reference).tolist())

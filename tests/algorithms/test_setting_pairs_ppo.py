@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ import pytest
 import torch
 from algorithm_helpers import make_method, off_the_policy, score_sequences
 from safetensors.torch import load_file
-from test_setting_pairs import CORRECTIONS, cover_pairs
+from test_setting_pairs import CORRECTIONS, Text, cover_pairs, texts_of
 from transformers import AutoModelForCausalLM
 
 from rl import ServiceClient
@@ -59,13 +59,9 @@ Row = tuple[str, ...]
 
 def table(seed: int) -> list[Row]:
     """Return all rows of the first four columns, with random values in the other columns."""
-    rng = random.Random(seed)
-    names = ("method", "correction", "normalise", "updates")
-    rest = [list(COLUMNS[name]) for name in COLUMNS if name not in names]
-    return [
-        (*row, *map(rng.choice, rest))
-        for row in itertools.product(*(COLUMNS[name] for name in names))
-    ]
+    rng, columns = random.Random(seed), [list(values) for values in COLUMNS.values()]
+    rows = itertools.product(*columns[:4])
+    return [(*row, *map(rng.choice, columns[4:])) for row in rows]
 
 
 TABLE = table(0)
@@ -97,13 +93,13 @@ def method_of(row: Row):
 
 
 def groups_of(rng: np.random.Generator) -> list[TrajectoryGroup]:
-    """Return episodes of 1 to 5 turns that continue or restart a conversation; some end early."""
+    """Return episodes of 1 to 3 turns that continue or restart a conversation; some end early."""
     groups = []
     for problem in range(GROUPS):
         members = []
         for _ in range(MEMBERS):
             turns, conversations = [], []
-            for _ in range(int(rng.integers(1, 6))):
+            for _ in range(int(rng.integers(1, 4))):
                 observation = rng.integers(0, 12, 3).tolist()
                 if conversations and rng.random() < 0.6:
                     earlier = conversations.pop(int(rng.integers(0, len(conversations))))
@@ -130,65 +126,23 @@ class Model64:
     """A float64 copy of a checkpoint's weights, including its value head if present."""
 
     def __init__(self, path: str):
-        self.model = AutoModelForCausalLM.from_pretrained(
-            f"{path}/model", dtype=torch.float32
-        ).double()
-        file = Path(path, "value_head.safetensors")
-        self.head = (
-            {name: t.double().requires_grad_() for name, t in load_file(file).items()}
-            if file.is_file()
-            else {}
-        )
+        model = AutoModelForCausalLM.from_pretrained(f"{path}/model", dtype=torch.float32)
+        self.model, file = model.double(), Path(path, "value_head.safetensors")
+        head = load_file(file) if file.is_file() else {}
+        self.head = {name: t.double().requires_grad_() for name, t in head.items()}
         self.parameters = [*self.model.parameters(), *self.head.values()]
 
     def read(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logprobs [T, V] at the temperature of the samples, and values [T]."""
-        out = self.model(
-            input_ids=torch.tensor([tokens]), output_hidden_states=True, use_cache=False
-        )
-        values = (
-            out.hidden_states[-1][0] @ self.head["weight"][0] + self.head["bias"]
-            if self.head
-            else torch.zeros(len(tokens))
-        )
+        read = torch.tensor([tokens])
+        out = self.model(input_ids=read, output_hidden_states=True, use_cache=False)
+        values = torch.zeros(len(tokens))
+        if self.head:
+            values = out.hidden_states[-1][0] @ self.head["weight"][0] + self.head["bias"]
         return (out.logits[0] / TEMPERATURE).log_softmax(-1), values
 
 
-@dataclass
-class Text:
-    """A training text. Lists hold a number per action, in the order of the text."""
-
-    tokens: list[int]
-    actions: list[int] = field(default_factory=list)  # positions in `tokens`
-    columns: dict[str, list[float]] = field(default_factory=dict)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return torch.tensor(self.columns[name], dtype=torch.float64)
-
-
-def texts_of(trajectory: Trajectory) -> tuple[list[Text], list[tuple[int, int]]]:
-    """Return the texts of an episode, and (text, index) of each action by turns."""
-    texts: list[Text] = []
-    order = []
-    for turn in trajectory.transitions:
-        observation = turn.ob.to_ints()
-        fitting = [
-            i for i, text in enumerate(texts) if observation[: len(text.tokens)] == text.tokens
-        ]
-        index = max(fitting, key=lambda i: len(texts[i].tokens), default=len(texts))
-        if index == len(texts):
-            texts.append(Text([], [], {"q": []}))
-        text = texts[index]
-        order += [(index, len(text.actions) + k) for k in range(len(turn.ac.tokens))]
-        text.actions += range(len(observation), len(observation) + len(turn.ac.tokens))
-        text.tokens = [*observation, *turn.ac.tokens]
-        text.columns["q"] += np.float32(turn.ac.logprobs).astype(np.float64).tolist()
-    return texts, order
-
-
-def at_actions(
-    model: Model64, text: Text
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def at_actions(model: Model64, text: Text) -> tuple[torch.Tensor, ...]:
     """Return logprob, entropy and value at each action, and the value after the last token."""
     logprobs, values = model.read(text.tokens)
     before = torch.tensor(text.actions) - 1
@@ -260,9 +214,8 @@ class Reference:
             for end, reward in zip(ends, rewards_N, strict=True):
                 rewards[end - 1] += reward
             last = member.transitions[-1]
-            cut = self.row["end"] == "bootstrap" and (
-                last.truncated or last.ac.stop_reason == "length"
-            )
+            cut = last.truncated or last.ac.stop_reason == "length"
+            cut = cut and self.row["end"] == "bootstrap"
             ahead = [*values[1:], texts[order[-1][0]].columns["after"][0] if cut else 0.0]
             delta = [r + GAMMA * b - a for r, a, b in zip(rewards, values, ahead, strict=True)]
             for t, (i, k) in enumerate(order):
@@ -274,19 +227,17 @@ class Reference:
                 columns["return"] = np.add(columns["advantage"], columns["old"]).tolist()
             episodes.append(texts)
         flat = [text for texts in episodes for text in texts]
+        names = ("return", "old", "advantage")
         returns, old, advantages = (
-            np.concatenate([t.columns[name] for t in flat])
-            for name in ("return", "old", "advantage")
+            np.concatenate([t.columns[name] for t in flat]) for name in names
         )
         metrics = {"optim/value": old.mean(), "optim/return": returns.mean()}
         metrics["optim/explained_variance"] = 1 - (returns - old).var() / returns.var()
         if self.coefficient:
             g = np.array(gaps)
-            metrics |= {
-                "optim/kl_ref_k1": g.mean(),
-                "optim/kl_ref_k3": (np.exp(-g) - 1 + g).mean(),
-                "optim/kl_coef": self.coefficient,
-            }
+            metrics["optim/kl_ref_k1"] = g.mean()
+            metrics["optim/kl_ref_k3"] = (np.exp(-g) - 1 + g).mean()
+            metrics["optim/kl_coef"] = self.coefficient
         if self.row["normalise"] in ("advantages", "both"):
             for text in flat:
                 reference = np.array(text.columns["advantage"]) - advantages.mean()
@@ -301,38 +252,29 @@ class Reference:
             gaps = [text.tensor("learner") - text.tensor("q") for text in texts]
             whole = torch.cat(gaps)
             for text, gap in zip(texts, gaps, strict=True):
-                shared = {
-                    "token": gap,
-                    "sequence": whole.sum().expand_as(gap),
-                    "geometric": whole.mean().expand_as(gap),
-                }[level]
-                ratio = shared.exp()
+                level_gap = {"token": gap, "sequence": whole.sum(), "geometric": whole.mean()}[
+                    level
+                ]
+                ratio = level_gap.expand_as(gap).exp()
                 inside = (ratio >= low) & (ratio <= high)
-                weight = {"truncate": ratio.clamp(low, high), "icepop": ratio * inside}.get(
-                    kind, torch.ones_like(gap)
-                )
-                text.columns["keep"] = (
-                    inside if kind == "mask" else torch.ones_like(inside)
-                ).tolist()
+                weights = {"truncate": ratio.clamp(low, high), "icepop": ratio * inside}
+                weight, keep = weights.get(kind, torch.ones_like(gap)), torch.ones_like(inside)
+                text.columns["keep"] = (inside if kind == "mask" else keep).tolist()
                 text.columns["advantage"] = (text.tensor("advantage") * weight).tolist()
                 learner = kind in ("truncate", "icepop") or name in PROXIMAL
                 text.columns["against"] = list(text.columns["learner" if learner else "q"])
 
-    def policy_loss(self, text: Text, sums: dict[str, float]) -> torch.Tensor:
+    def policy_loss(self, text: Text, sums: Counter[str]) -> torch.Tensor:
         keep = torch.tensor(text.columns["keep"])
         lp, entropy, values, _ = at_actions(self.policy, text)
         ratio, advantage = (lp - text.tensor("against")).exp(), text.tensor("advantage")
-        reference = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)[
-            keep
-        ].sum()
-        clipped = float(((ratio < 1 - CLIP) | (ratio > 1 + CLIP))[keep].sum())
-        for name, value in {
-            "policy": reference,
-            "entropy": entropy[keep].sum(),
-            "clipped": clipped,
-        }.items():
-            sums[name] = sums.get(name, 0.0) + float(torch.as_tensor(value).detach())
-        total = reference - ENTROPY_COEF * entropy[keep].sum()
+        held = ratio.clamp(1 - CLIP, 1 + CLIP)
+        policy, entropy = -torch.minimum(ratio * advantage, held * advantage), entropy[keep].sum()
+        policy = policy[keep].sum()
+        sums["policy"] += float(policy.detach())
+        sums["entropy"] += float(entropy.detach())
+        sums["clipped"] += float((ratio != held)[keep].sum())
+        total = policy - ENTROPY_COEF * entropy
         if (kind := self.row["kl"]).startswith("k"):
             gap = lp - text.tensor("reference")
             drawn = (lp.detach() - text.tensor("q")).exp()
@@ -342,21 +284,16 @@ class Reference:
             total = total + self.coefficient * term[keep].sum()
         return total if self.critic else total + VALUE_COEF * self.value_loss(text, values, sums)
 
-    def value_loss(self, text: Text, values: torch.Tensor, sums: dict[str, float]) -> torch.Tensor:
-        keep, old, returns = (
-            torch.tensor(text.columns["keep"]), text.tensor("old"), text.tensor("return"),
-        )  # fmt: skip
+    def value_loss(self, text: Text, values: torch.Tensor, sums: Counter[str]) -> torch.Tensor:
+        keep = torch.tensor(text.columns["keep"])
+        old, returns = text.tensor("old"), text.tensor("return")
         held = old + (values - old).clamp(-VALUE_CLIP, VALUE_CLIP)
         loss = torch.maximum((values - returns) ** 2, (held - returns) ** 2)[keep].sum() / 2
-        sums["value"] = sums.get("value", 0.0) + float(loss.detach())
-        sums["value_clipped"] = sums.get("value_clipped", 0.0) + float(
-            ((values - old).abs() > VALUE_CLIP)[keep].sum()
-        )
+        sums["value"] += float(loss.detach())
+        sums["value_clipped"] += float(((values - old).abs() > VALUE_CLIP)[keep].sum())
         return loss
 
-    def learn(
-        self, groups: list[TrajectoryGroup], parts: list[list[tuple[int, ...]]]
-    ) -> dict[str, float]:
+    def learn(self, groups, parts: list[list[tuple[int, ...]]]) -> dict[str, float]:
         """`parts`: the tokens of each update's texts, as split by the run."""
         episodes, metrics = self.credit(groups)
         self.correct(episodes)
@@ -366,7 +303,7 @@ class Reference:
         assert len(parts) == epochs * substeps
         for i in range(0, len(parts), substeps):
             assert sorted(itertools.chain(*parts[i : i + substeps])) == sorted(texts)
-        sums: dict[str, float] = {}
+        sums: Counter[str] = Counter()
         norms: list[list[float]] = [[], []]
         count = 0
         for part in parts:
@@ -378,13 +315,12 @@ class Reference:
                 losses.append(
                     lambda text: self.value_loss(text, at_actions(self.critic, text)[2], sums)
                 )
-            for which, (optimizer, loss, rate) in enumerate(
-                zip(self.optimizers, losses, (RATE, CRITIC_RATE), strict=False)
-            ):
+            both = zip(self.optimizers, losses, (RATE, CRITIC_RATE), norms, strict=False)
+            for optimizer, loss, rate, norm in both:
                 optimizer.zero_grad()
                 (sum(loss(text) for text in members) / max(1, tokens)).backward()
                 parameters = optimizer.param_groups[0]["params"]
-                norms[which].append(float(torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)))
+                norm.append(float(torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)))
                 optimizer.param_groups[0]["lr"] = rate if tokens else 0.0
                 optimizer.step()
         kept = [text for text in texts.values() if any(text.columns["keep"])]
@@ -395,20 +331,15 @@ class Reference:
         names = {"policy_loss": "policy", "policy_entropy": "entropy", "value_loss": "value",
                  "clip_frac": "clipped"}  # fmt: skip
         metrics |= {f"optim/{name}": sums[mine] / count for name, mine in names.items()}
-        metrics |= {
-            "optim/value_clip_frac": sums["value_clipped"] / count,
-            "optim/grad_norm": max(norms[0]),
-        }
+        metrics["optim/value_clip_frac"] = sums["value_clipped"] / count
+        metrics["optim/grad_norm"] = max(norms[0])
         metrics |= {"optim/critic_grad_norm": max(norms[1])} if self.critic else {}
-        metrics |= {
-            "optim/approx_kl_k1": float(g.mean()),
-            "optim/approx_kl_k3": float(((-g).exp() - 1 + g).mean()),
-        }
+        metrics["optim/approx_kl_k1"] = float(g.mean())
+        metrics["optim/approx_kl_k3"] = float(((-g).exp() - 1 + g).mean())
         metrics |= {"optim/tokens": len(g), "optim/substeps": len(parts), "optim/epochs": epochs}
         if self.row["kl"] == "adaptive":
-            self.coefficient *= 1 + 0.1 * min(
-                0.2, max(-0.2, metrics["optim/kl_ref_k3"] / KL_TARGET - 1)
-            )
+            error = metrics["optim/kl_ref_k3"] / KL_TARGET - 1
+            self.coefficient *= 1 + 0.1 * min(0.2, max(-0.2, error))
         return metrics
 
 
@@ -436,11 +367,8 @@ def values_apart(client, rng: np.random.Generator) -> None:
     datums = []
     for _ in range(6):
         tokens = rng.integers(0, 12, 9).tolist()
-        fields = {
-            "target_tokens": tokens[1:],
-            "mask": [1.0] * 8,
-            "returns": rng.normal(0, 2, 8).astype(np.float32),
-        }
+        returns = rng.normal(0, 2, 8).astype(np.float32)
+        fields = {"target_tokens": tokens[1:], "mask": [1.0] * 8, "returns": returns}
         datums.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
     for _ in range(4):
         client.forward_backward(datums, "value", divisor=20.0).result()
@@ -458,10 +386,7 @@ def initial_checkpoints(tmp_path_factory):
         }
         for name, client in clients.items():
             values_apart(client, np.random.default_rng(names[name]))
-        paths = {
-            name: client.save_state(f"{name}-beginning").result().path
-            for name, client in clients.items()
-        }
+        paths = {n: c.save_state(f"{n}-beginning").result().path for n, c in clients.items()}
         clients["policy"] = service.create_full_training_client("tiny:addition-small", seed=1)
         clients["policy"].load_state(paths["head"]).result()
         paths["policy"] = clients["policy"].save_state("policy-beginning").result().path
@@ -476,17 +401,14 @@ def two_batches(initial_checkpoints, row: Row, seed: int) -> None:
     for name in ("policy", "critic") if critic else ("head",):
         clients[name].load_state(paths[name]).result()
     policy, method = Recorder(client), method_of(row)
-    others = ({"reference": reference} if row[5] != "none" else {}) | (
-        {"critic": clients["critic"]} if critic else {}
-    )
+    others = {"reference": reference} if row[5] != "none" else {}
+    others |= {"critic": clients["critic"]} if critic else {}
     models = Models(policy, others)
     truth = Reference(row, paths)
-    renderer = SimpleNamespace(
-        reward_model_input=lambda prompt, answer: ModelInput.from_ints([*prompt, *answer])
-    )
-    rewards = LearnedRewards(
-        RewardModel(clients["rewards"], "a reward model", renderer), OTHER_WEIGHT
-    )
+    join = lambda prompt, answer: ModelInput.from_ints([*prompt, *answer])  # noqa: E731
+    renderer = SimpleNamespace(reward_model_input=join)
+    model = RewardModel(clients["rewards"], "a reward model", renderer)
+    rewards = LearnedRewards(model, OTHER_WEIGHT)
     for batch in range(2):
         rng = np.random.default_rng([seed, batch])
         groups = groups_of(rng)
@@ -497,9 +419,8 @@ def two_batches(initial_checkpoints, row: Row, seed: int) -> None:
         datums = method.compute_advantages(method.shape_rewards(rewarded), models)
         metrics = method.update(models, datums, Progress(batch, 2, seed))
         expected = truth.learn(groups, policy.parts)
-        assert {name: metrics[name] for name in expected} == pytest.approx(
-            expected, rel=1e-3, abs=2e-6
-        ), (row, batch)
+        results = {name: metrics[name] for name in expected}
+        assert results == pytest.approx(expected, rel=1e-3, abs=2e-6), (row, batch)
     # Two float64 references with initial weights that differ by 1e-7 end up to 6e-5 apart in
     # logprobs and values (the row of seed 6 with mask-token-learner, both, epochs-minibatches);
     # most rows 1e-6. The run and the reference may differ by a few times that.
@@ -511,15 +432,11 @@ def two_batches(initial_checkpoints, row: Row, seed: int) -> None:
             before = truth.first.model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
             assert float((after - before).abs().max()) > 1e-2
             np.testing.assert_allclose(logprobs, after[torch.arange(9), text[1:]], **close)
-        actual = (
-            clients["critic" if critic else "head"]
-            .compute_values([ModelInput.from_ints(text) for text in texts])
-            .result()
-        )
+        valued, inputs = clients["critic" if critic else "head"], map(ModelInput.from_ints, texts)
+        actual = valued.compute_values(list(inputs)).result()
         for text, values in zip(texts, actual, strict=True):
-            np.testing.assert_allclose(
-                values, (truth.critic or truth.policy).read(text)[1], **close
-            )
+            expected = (truth.critic or truth.policy).read(text)[1]
+            np.testing.assert_allclose(values, expected, **close)
 
 
 @pytest.mark.parametrize("row", ALWAYS, ids="/".join)

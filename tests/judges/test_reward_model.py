@@ -40,7 +40,6 @@ from rl.judges.comparison_judge import VERDICT_LABELS, ComparisonVerdict
 from rl.learner.packing import LAYOUTS
 from rl.losses import get_loss
 from rl.rollout import Trajectory, TrajectoryGroup, Transition, compute_calibration_error
-from rl.runtime.training_worker import ModelSpec
 from rl.trainer import make_renderer
 from rl.trainer.initial_weights import check_initial_weights, find_previous_stage
 from rl.types import Datum, ModelInput, Problem, SampledSequence
@@ -55,11 +54,9 @@ def by_hand(scores, centre):
     total, gradients = 0.0, []
     for chosen, rejected in zip(scores[0::2], scores[1::2], strict=True):
         p = 1 / (1 + math.exp(rejected - chosen))
-        total += -math.log(p) + centre * (chosen + rejected) ** 2
-        gradients += [
-            -(1 - p) + 2 * centre * (chosen + rejected),
-            (1 - p) + 2 * centre * (chosen + rejected),
-        ]
+        both = chosen + rejected
+        total += -math.log(p) + centre * both**2
+        gradients += [-(1 - p) + 2 * centre * both, (1 - p) + 2 * centre * both]
     return total, gradients
 
 
@@ -69,10 +66,9 @@ def test_bradley_terry_is_the_formula_at_each_last_position(centre):
     lengths = rng.integers(1, 6, 8)
     cu = np.concatenate([[0], np.cumsum(lengths)])
     values = torch.tensor(rng.standard_normal(cu[-1]) * 3, requires_grad=True)
-    zeros = torch.zeros(int(cu[-1]))
-    loss, metrics = get_loss("bradley_terry").fn(
-        zeros, zeros, {"values": values}, torch.from_numpy(cu), {"centre_coef": centre}
-    )
+    inputs = torch.zeros(int(cu[-1])), torch.zeros(int(cu[-1])), {"values": values}
+    config = {"centre_coef": centre}
+    loss, metrics = get_loss("bradley_terry").fn(*inputs, torch.from_numpy(cu), config)
     (result,) = torch.autograd.grad(loss, values)
     scores = values.detach().numpy()[cu[1:] - 1]
     expected, gradients = by_hand(scores.tolist(), centre)
@@ -96,20 +92,10 @@ def pairs(count=6, seed=0):
     return datums
 
 
-def create_perturbed_model(worker):
-    worker.create_model(1, ModelSpec("tiny:addition", seed=4, value_head=True), None, False)
-    worker.learners[0] = worker.learners.pop(1)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in worker.learners[0].trainable.values():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return worker
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
     """The gradient equals that of the model run on single sequences."""
-    datums, worker = pairs(), create_perturbed_model(make_worker())
+    datums, worker = pairs(), make_worker(value_head=True)
     model, head = worker.learners[0].model, worker.learners[0].head.value_head
 
     def score(datum):
@@ -120,13 +106,11 @@ def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
     both = zip(scores[0::2], scores[1::2], strict=True)
     total = sum(-torch.log(torch.sigmoid(a - b)) for a, b in both)
     (total / 3.0).backward()
-    gradients = [
-        torch.zeros_like(p) if p.grad is None else p.grad
-        for p in worker.learners[0].trainable.values()
-    ]
-    expected = torch.cat([g.reshape(-1) for g in gradients])
+    for parameter in worker.learners[0].trainable.values():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    expected = gradient(worker).clone()
     for budget in (10_000, 1, 40):
-        worker = create_perturbed_model(make_worker(layout=layout, token_budget=budget))
+        worker = make_worker(value_head=True, layout=layout, token_budget=budget)
         _, metrics = call(worker, "forward_backward", 0, datums, "bradley_terry", {}, 3.0, True)
         assert metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-5)
         assert compute_relative_difference(gradient(worker), expected) < 1e-5
@@ -135,16 +119,12 @@ def test_the_gradient_does_not_depend_on_how_pairs_are_cut(layout):
 def test_calibration_and_metrics_by_hand():
     # two bins from 0.5 to 1: {0.6, 0.7}, half of them right, and {0.8, 0.9, 1.0}, all right
     p, right = [0.6, 0.7, 0.8, 0.9, 1.0], [1, 0, 1, 1, 1]
-    assert compute_calibration_error(p, right, bins=2) == pytest.approx(
-        (abs(1 - 1.3) + abs(3 - 2.7)) / 5
-    )
+    error = compute_calibration_error(p, right, bins=2)
+    assert error == pytest.approx((abs(1 - 1.3) + abs(3 - 2.7)) / 5)
     assert compute_calibration_error([0.5] * 4, [1, 0, 1, 0]) == 0
-    metrics = compute_preference_metrics(
-        np.array([math.log(3), -math.log(4), 0.0])
-    )  # P: 3/4, 1/5, 1/2
-    assert metrics["test/loss"] == pytest.approx(
-        -(math.log(0.75) + math.log(0.2) + math.log(0.5)) / 3
-    )
+    # P: 3/4, 1/5, 1/2
+    metrics = compute_preference_metrics(np.array([math.log(3), -math.log(4), 0.0]))
+    assert metrics["test/loss"] == pytest.approx(-math.log(0.75 * 0.2 * 0.5) / 3)
     assert metrics["test/rewards/accuracies"] == pytest.approx(0.5)
     # bins of 0.05: 0.75 right, 0.8 wrong, 0.5 a tie
     assert metrics["test/rewards/calibration_error"] == pytest.approx((0.25 + 0.8 + 0.0) / 3)
@@ -161,15 +141,8 @@ class Judge:
         self.info = {"max_context": max_context, "base_model": "stub"}
 
     def compute_logprobs_many(self, inputs):
-        return type(
-            "Future",
-            (),
-            {
-                "result": lambda _: [
-                    self._score("".join(map(chr, item.to_ints()))) for item in inputs
-                ]
-            },
-        )()
+        texts = ["".join(map(chr, item.to_ints())) for item in inputs]
+        return SimpleNamespace(result=lambda: [self._score(text) for text in texts])
 
     def _score(self, text):
         request, label = text.rsplit("\n", 1)
@@ -184,10 +157,9 @@ class Letters:
 
     def build_supervised_example(self, messages):
         *request, answer = (str(m["content"]) for m in messages)
-        text = answer + "$"
-        return ModelInput.from_ints([ord(c) for c in "".join(request) + text]), [0.0] * len(
-            "".join(request)
-        ) + [1.0] * len(text)
+        prompt, text = "".join(request), answer + "$"
+        weights = [0.0] * len(prompt) + [1.0] * len(text)
+        return ModelInput.from_ints([ord(c) for c in prompt + text]), weights
 
 
 def test_both_orders_are_read_and_averaged():
@@ -202,18 +174,14 @@ def test_both_orders_are_read_and_averaged():
     assert verdict.second == pytest.approx((1 / 8 + 2 / 4) / 2)
     assert verdict.tie == pytest.approx((1 / 8 + 1 / 4) / 2) and not verdict.consistent
     (other,) = ComparisonModel(Judge(prefers), Letters()).compare([swap_answers(item)])
-    assert (other.first, other.second, other.tie) == pytest.approx(
-        (verdict.second, verdict.first, verdict.tie)
-    )
+    swapped = verdict.second, verdict.first, verdict.tie
+    assert (other.first, other.second, other.tie) == pytest.approx(swapped)
 
 
 def test_a_comparison_that_exceeds_the_judges_context_is_named():
     judge = PairwiseJudge(ComparisonModel(Judge(None, max_context=40), Letters()))
-    with pytest.raises(
-        UserError,
-        match="comparison model stub reads at most 40 tokens, a conversation with two answers has "
-        r"\d+: lower max_tokens, or use a comparison model with a longer context",
-    ):
+    says = r"comparison model stub reads at most 40 tokens, .* has \d+: lower max_tokens, or use"
+    with pytest.raises(UserError, match=says):
         judge.scores([group("a", "b")])
 
 
@@ -221,9 +189,8 @@ def group(*texts, rewards=None, finals=None):
     members = []
     for i, (text, reward) in enumerate(zip(texts, rewards or [0.0] * len(texts), strict=True)):
         action, logs = SampledSequence([5 + i, 6], [-1.0, -1.0]), {"prompt": "p", "response": text}
-        members.append(
-            Trajectory([Transition(ModelInput.from_ints([3, 4]), action, reward, True, {}, logs)])
-        )
+        turn = Transition(ModelInput.from_ints([3, 4]), action, reward, True, {}, logs)
+        members.append(Trajectory([turn]))
     return TrajectoryGroup(members, list(finals or [0.0] * len(texts)), [{} for _ in texts])
 
 
@@ -235,9 +202,7 @@ def test_scores_within_a_group_are_shares_of_wins():
     judge = PairwiseJudge(ComparisonModel(Judge(prefers), Letters()))
     (scores, single) = judge.scores([group("a", "bbb", "a", "cc"), group("x")])
     # a longer answer beats a shorter one 0.6 + 0.2 / 2 = 0.7 to 0.3; equal texts tie at 0.5
-    assert scores == pytest.approx(
-        [(0.3 + 0.5 + 0.3) / 3, 0.7, (0.3 + 0.5 + 0.3) / 3, (0.7 + 0.3 + 0.7) / 3]
-    )
+    assert scores == pytest.approx([1.1 / 3, 0.7, 1.1 / 3, 1.7 / 3])
     assert sum(scores) == pytest.approx(2.0) and single == [0.5]
 
 
@@ -256,15 +221,9 @@ def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp
         Transition(ModelInput.empty(), first, 0.0, True, {}, reference)
         for first, reference in zip(sampled, logs, strict=True)
     ]
-    request: list[AnswerComparison] = []
-    verdict = ComparisonVerdict(0.5, 0.5, 0.0, True)
-    judge = SimpleNamespace(
-        compare=lambda result: request.extend(result) or [verdict for _ in result]
-    )
     members = [Trajectory([turn]) for turn in turns]
-    PairwiseJudge(judge).scores([TrajectoryGroup(members, [0.0, 0.0], [{}, {}])])
-    (prompt,) = make_comparison_prompt(request[0])
-    assert len(request) == 1
+    (asked,), _ = record_comparisons([TrajectoryGroup(members, [0.0, 0.0], [{}, {}])])
+    (prompt,) = make_comparison_prompt(asked)
     trained_on = make_comparison_pair(Problem(output, response="2", rejected="33"), renderer)[0]
     shown, _ = renderer.build_supervised_example([prompt, {"role": "assistant", "content": "A"}])
     assert shown.to_ints()[:-1] == trained_on.model_input.to_ints()
@@ -272,17 +231,26 @@ def test_a_judge_in_the_loop_is_asked_what_the_comparison_form_is_trained_on(tmp
     assert messages in prompt["content"]
 
 
+def record_comparisons(groups, verdict=(0.5, 0.5)) -> tuple[list[AnswerComparison], list]:
+    """Return what a judge is asked about these groups, and their scores."""
+    asked: list[AnswerComparison] = []
+
+    def compare(comparisons):
+        asked.extend(comparisons)
+        return [ComparisonVerdict(*verdict, 0.0, True) for _ in comparisons]
+
+    return asked, PairwiseJudge(SimpleNamespace(compare=compare)).scores(groups)
+
+
 def make_logged_episode(*exchange, messages=True):
     """Return an episode of (question, answer) turns, logged with or without `told`."""
     turns = []
     for request, answer in exchange:
-        message = {"role": "user", "content": request}
-        logs = {"prompt": request, "response": answer} | (
-            {"new_messages": [message]} if messages else {}
-        )
-        turns.append(
-            Transition(ModelInput.empty(), SampledSequence([5], [-1.0]), 0.0, False, {}, logs)
-        )
+        logs = {"prompt": request, "response": answer}
+        if messages:
+            logs["new_messages"] = [{"role": "user", "content": request}]
+        action = SampledSequence([5], [-1.0])
+        turns.append(Transition(ModelInput.empty(), action, 0.0, False, {}, logs))
     return Trajectory(turns)
 
 
@@ -293,16 +261,10 @@ def test_each_member_of_several_turns_is_judged_by_its_own_conversation(messages
         make_logged_episode(("2+2?", "5"), ("really?", "no, 4"), messages=messages),
         make_logged_episode(("2+2?", "4!"), messages=messages),
     ]
-    seen: list[str] = []
-
-    def verdicts(comparisons):
-        both = [shown for item in comparisons for shown in (item, swap_answers(item))]
-        seen.extend(str(make_comparison_prompt(shown)[0]["content"]) for shown in both)
-        return [ComparisonVerdict(1.0, 0.0, 0.0, True) for _ in comparisons]
-
-    judge = PairwiseJudge(SimpleNamespace(compare=verdicts))
-    (scores,) = judge.scores([TrajectoryGroup(members, [0.0] * 3, [{}] * 3)])
-    assert scores == [1.0, 0.5, 0.0]
+    asked, scores = record_comparisons([TrajectoryGroup(members, [0.0] * 3, [{}] * 3)], (1.0, 0.0))
+    both = [shown for item in asked for shown in (item, swap_answers(item))]
+    seen = [str(make_comparison_prompt(shown)[0]["content"]) for shown in both]
+    assert scores == [[1.0, 0.5, 0.0]]
     reference = [
         "Assistant: 4\n\nUser: sure?\n\nAssistant: yes",
         "Assistant: 5\n\nUser: really?\n\nAssistant: no, 4", "Assistant: 4!",
@@ -315,28 +277,18 @@ def test_each_member_of_several_turns_is_judged_by_its_own_conversation(messages
 
 def test_episodes_are_compared_from_where_they_part():
     """A shared first turn is part of the conversation."""
-    request: list[AnswerComparison] = []
-    judge = SimpleNamespace(
-        compare=lambda result: (
-            request.extend(result) or [ComparisonVerdict(0.5, 0.5, 0.0, True) for _ in result]
-        )
-    )
     members = [
         make_logged_episode(("a", first), ("c", last))
         for first, last in (("b", "d"), ("b", "e"), ("x", "d"), ("b", "d"))
     ]
-    PairwiseJudge(judge).scores([TrajectoryGroup(members, [0.0] * 4, [{}] * 4)])
+    request, _ = record_comparisons([TrajectoryGroup(members, [0.0] * 4, [{}] * 4)])
     assert len(request) == 5  # the first and the last are equal
-    whole = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
-    assert (list(request[0].messages), request[0].first, request[0].second) == (whole, "d", "e")
+    talk = (("user", "a"), ("assistant", "b"), ("user", "c"))
+    whole = [{"role": role, "content": content} for role, content in talk]
+    shown = [(list(item.messages), item.first, item.second) for item in request]
     tail = "\n\nUser: c\n\nAssistant: d"
-    assert (list(request[1].messages), request[1].first, request[1].second) == (
-        whole[:1], "Assistant: b" + tail, "Assistant: x" + tail,
-    )  # fmt: skip
+    assert shown[0] == (whole, "d", "e")
+    assert shown[1] == (whole[:1], "Assistant: b" + tail, "Assistant: x" + tail)
 
 
 class Scores:
@@ -376,55 +328,39 @@ def test_a_model_in_the_loop_gives_what_it_gives_alone(tmp_path):
         scores = RewardModel(client, "rm", renderer).scores([group("a", "b"), group("c")])
         for g, many in enumerate((2, 1)):
             for i in range(many):
-                whole = ModelInput.from_ints([3, 4, 5 + i, 6])
-                assert scores[g][i] == pytest.approx(
-                    float(client.compute_values([whole]).result()[0][-1]), abs=1e-6
-                )
+                (values,) = client.compute_values([ModelInput.from_ints([3, 4, 5 + i, 6])]).result()
+                assert scores[g][i] == pytest.approx(float(values[-1]), abs=1e-6)
         assert len({round(s, 6) for s in scores[0]}) == 2
-        # a pair is scored like a sampled answer: prompt, answer, end mark
-        prompt = renderer.build_generation_prompt(rows[0].messages).to_ints()
-        assert datums[0].model_input.to_ints() == [
-            *prompt, *renderer.encode(rows[0].response), client.get_tokenizer().eos_token_id,
-        ]  # fmt: skip
 
 
 LEARNS = (
     "reward_model --steps 60 --batch-size 32 --learning-rate 1e-3 --warmup-steps 10 --schedule "
-    "linear --eval-every 30 --save-every 0"
+    "linear --eval-every 60 --save-every 0"
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", ["", "--lora-rank 8 --learning-rate 5e-3", "--centre-coef 0.05"]
-)
+@pytest.mark.parametrize("options", ["--lora-rank 8 --learning-rate 5e-3", "--centre-coef 0.05"])
 def test_it_learns_preferences_with_a_known_answer(options, tmp_path):
-    rows = train(
-        f"{LEARNS} --dataset {largest_digit_pairs(tmp_path / 'pairs.jsonl')} {options}",
-        tmp_path / "run",
-    )
+    data = largest_digit_pairs(tmp_path / "pairs.jsonl")
+    rows = train(f"{LEARNS} --dataset {data} {options}", tmp_path / "run")
     start, first, last = next(row for row in rows if row["step"] == 1), rows[0], rows[-1]
-    assert (
-        start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6)
-        and abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
-    )
+    assert start["optim/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(rows[2]["optim/loss"] - math.log(2)) > 1e-4
     assert first["test/rewards/accuracies"] == 0.5
     learning.check_figure("pairs ranked right", last["test/rewards/accuracies"], above=0.9)
     assert last["test/loss"] < 0.5 * math.log(2) and last["test/rewards/calibration_error"] < 0.2
     if "centre" in options:
-        assert (
-            abs(last["test/rewards/chosen"] + last["test/rewards/rejected"])
-            < 0.5 * last["test/rewards/margins"]
-        )
+        sums = last["test/rewards/chosen"] + last["test/rewards/rejected"]
+        assert abs(sums) < 0.5 * last["test/rewards/margins"]
 
 
 @pytest.mark.slow
-def test_swapped_labels_score_below_a_tenth(tmp_path):
-    wrong, right = (
-        largest_digit_pairs(tmp_path / "swapped.jsonl", swapped=True),
-        largest_digit_pairs(tmp_path / "right.jsonl"),
-    )
+def test_swapped_labels_are_learnt_and_score_below_a_tenth(tmp_path):
+    wrong = largest_digit_pairs(tmp_path / "swapped.jsonl", swapped=True)
+    right = largest_digit_pairs(tmp_path / "right.jsonl")
     rows = train(f"{LEARNS} --dataset {wrong} --eval-dataset {right}", tmp_path / "run")
+    assert rows[-2]["optim/loss"] < 0.5 * math.log(2)
     assert rows[-1]["test/rewards/accuracies"] < 0.1
 
 
@@ -441,44 +377,20 @@ def test_the_comparison_form_learns_the_same_preferences(tmp_path):
     pairs_file = tmp_path / "pairs.jsonl"
 
     def trained(better: str, worse: str, steps: int, folder: str) -> list[dict]:
-        rng = np.random.default_rng(0)
-        rows = [
-            {"prompt": "?", "chosen": better * int(n), "rejected": worse * int(n)}
-            for n in rng.integers(1, 4, 400)
-        ]
+        lengths = np.random.default_rng(0).integers(1, 4, 400).tolist()
+        rows = [{"prompt": "?", "chosen": better * n, "rejected": worse * n} for n in lengths]
         pairs_file.write_text("\n".join(map(json.dumps, rows)))
         return train(f"{words} --dataset {pairs_file} --steps {steps}", tmp_path / folder)
 
     prefers_b = trained("b", "a", 0, "untrained")[0]["test/rewards/accuracies"] > 0.5
     result = trained(*("ab" if prefers_b else "ba"), 40, "run")
     first, last = result[0], result[-1]
-    learning.check_figure(
-        "pairs ranked right at first", first["test/rewards/accuracies"], below=0.8
-    )
-    learning.check_figure("pairs ranked right", last["test/rewards/accuracies"], above=0.9)
-    learning.check_figure(
-        "share of ties", last["test/comparison/tie"], below=first["test/comparison/tie"]
-    )
-    learning.check_figure(
-        "verdicts that are the same in both orders", last["test/comparison/consistent"], above=0.9
-    )
-
-
-@pytest.mark.slow
-def test_the_loss_falls_on_real_preferences(shared_data, tmp_path):
-    source = shared_data / "preferences" / "rasbt_dpo" / "instruction-data-with-preference.json"
-    words = f"""reward_model --dataset {source} --train-limit 400 --base-model tiny:chat
-        --tokenizer {shared_data / "tokenizers" / "minimind_6400"} --renderer role_colon
-        --steps 30 --batch-size 16 --learning-rate 1e-3 --eval-every 30 --save-every 0"""
-    rows = train(words, tmp_path / "run")
-    losses = [row["optim/loss"] for row in rows if "optim/loss" in row]
-    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
-    assert np.mean(losses[-10:]) < 0.6
-    held_out = [row for row in rows if "test/loss" in row]
-    print(
-        "held-out accuracy and loss:",
-        [(row["test/rewards/accuracies"], row["test/loss"]) for row in held_out],
-    )
+    check, ties = learning.check_figure, first["test/comparison/tie"]
+    check("pairs ranked right at first", first["test/rewards/accuracies"], below=0.8)
+    check("pairs ranked right", last["test/rewards/accuracies"], above=0.9)
+    check("share of ties", last["test/comparison/tie"], below=ties)
+    same = last["test/comparison/consistent"]
+    check("verdicts that are the same in both orders", same, above=0.9)
 
 
 def reward_model(folder: Path, *, constant: float | None = None) -> Path:
@@ -489,14 +401,9 @@ def reward_model(folder: Path, *, constant: float | None = None) -> Path:
     final = folder / "checkpoints" / "reward_model-final"
     if constant is not None:
         head = final / "value_head.safetensors"
-        tensors = load_file(str(head))
-        save_file(
-            {
-                name: torch.full_like(t, constant if "bias" in name else 0.0)
-                for name, t in tensors.items()
-            },
-            str(head),
-        )
+        fill = {"bias": constant, "weight": 0.0}
+        tensors = {n: torch.full_like(t, fill[n]) for n, t in load_file(str(head)).items()}
+        save_file(tensors, str(head))
         checkpoint_folder._write_manifest(final, None)
     return folder
 
@@ -518,24 +425,19 @@ SAMPLES = "--batch-size 8 --max-tokens 4 --eval-every 0 --learning-rate 1e-2"
 def test_a_constant_reward_model_leaves_the_weights_bit_equal(options, tmp_path):
     """A model that is not constant changes the weights, so the control could fail."""
     words = f"{options} {SAMPLES} --reward None"
-    runs = {
-        name: reward_model(tmp_path / name, constant=c)
-        for name, c in (("same", 3.7), ("other", None))
-    }
-    before = train(
-        f"{words} --steps 0 --reward-model {runs['same']}", tmp_path / "before"
-    ) or final_weights(tmp_path / "before")
-    for name, model in runs.items():
-        rows = train(f"{words} --steps 3 --reward-model {model}", tmp_path / f"run-{name}")
-        after = final_weights(tmp_path / f"run-{name}")
+    runs = {constant: reward_model(tmp_path / f"rm-{constant}", constant=constant)
+            for constant in (3.7, None)}  # fmt: skip
+    train(f"{words} --steps 0 --reward-model {runs[None]}", tmp_path / "before")
+    before = final_weights(tmp_path / "before")
+    for constant, model in runs.items():
+        folder = tmp_path / f"run-{constant}"
+        rows = train(f"{words} --steps 2 --reward-model {model}", folder)
+        after = final_weights(folder)
         same = all(torch.equal(before[key], after[key]) for key in before)
-        assert same == (name == "same")
-        if name == "same":
-            assert all(
-                row["env/all/reward/learned"] == pytest.approx(3.7, abs=1e-6)
-                and row["env/all/reward/std"] == 0
-                for row in rows
-            )
+        assert same == (constant is not None)
+        for row in rows if same else ():
+            assert row["env/all/reward/learned"] == pytest.approx(3.7, abs=1e-6)
+            assert row["env/all/reward/std"] == 0
 
 
 @pytest.mark.slow
@@ -544,30 +446,24 @@ def test_the_best_weights_score_as_the_model_did(options, tmp_path):
     """The last step of the run is its best, so the best weights and their head must equal the final
     checkpoint; rlhf learns from both.
     """
-    words = (
-        f"reward_model --steps 2 --batch-size 8 --learning-rate 1e-3 --eval-every 1 --eval-limit "
-        f"16 {options}"
-    )
-    train(f"{words} --keep-best progress/batch", tmp_path / "rm")
+    often = "--steps 2 --batch-size 8 --learning-rate 1e-3 --eval-every 1 --eval-limit 16"
+    train(f"reward_model {often} {options} --keep-best progress/batch", tmp_path / "rm")
     (best,) = (tmp_path / "rm" / "sampler_weights").iterdir()
     final = tmp_path / "rm" / "checkpoints" / "reward_model-final"
     assert best.name == "reward_model-best-000002" and not (best / "optimizer.safetensors").exists()
     assert load_file(str(best / "value_head.safetensors"))["weight"].any()
     with ServiceClient(output_dir=tmp_path / "service") as service:
-        scores = [
-            RewardModel(client, "rm", make_renderer(client, None)).scores([group("a", "b")])
-            for client in (
-                service.create_training_client_from_state(str(path)) for path in (best, final)
-            )
-        ]
+        clients = [service.create_training_client_from_state(str(path)) for path in (best, final)]
+        judges = [RewardModel(client, "rm", make_renderer(client, None)) for client in clients]
+        scores = [judge.scores([group("a", "b")]) for judge in judges]
         assert scores[0] == scores[1]
         # the best weights can also be sampled from
         service.create_sampling_client(model_path=str(best)).get_tokenizer()
-    loops = [
-        train(f"rlhf --steps 1 {SAMPLES} --reward None --reward-model {path}", tmp_path / path.name)
-        for path in (best, final)
-    ]
-    assert loops[0] == loops[1]
+    words = f"rlhf --steps 1 {SAMPLES} --reward None"
+    first, other = (
+        train(f"{words} --reward-model {path}", tmp_path / path.name) for path in (best, final)
+    )
+    assert first == other
 
 
 @pytest.mark.slow
@@ -580,14 +476,10 @@ def test_the_value_head_of_a_policy_is_no_reward_model(tmp_path):
 
 @pytest.mark.slow
 def test_a_reward_model_of_another_vocabulary_scores_the_policy(tmp_path):
-    train(
-        "reward_model --base-model tiny:ascii --steps 1 --batch-size 4 --learning-rate 1e-2 "
-        "--eval-every 0",
-        tmp_path / "rm",
-    )
-    (row,) = train(
-        f"rlhf --steps 1 {SAMPLES} --reward None --reward-model {tmp_path / 'rm'}", tmp_path / "run"
-    )
+    often = "--steps 1 --batch-size 4 --learning-rate 1e-2 --eval-every 0"
+    train(f"reward_model --base-model tiny:ascii {often}", tmp_path / "rm")
+    words = f"rlhf --steps 1 {SAMPLES} --reward None --reward-model {tmp_path / 'rm'}"
+    (row,) = train(words, tmp_path / "run")
     assert row["env/all/reward/std"] > 0
 
 
@@ -605,8 +497,6 @@ def test_a_comparing_judge_rewards_groups(tmp_path):
 @pytest.mark.parametrize(("words", "says"), [
     ("rlhf", "rlhf needs a reward model"),
     ("rlhf --reward-model tiny:addition", "tiny:addition is no reward model"),
-    ("grpo --reward-model a --comparison-model b",
-     "set reward models or --comparison-model, not both"),
     ("grpo --other-reward-weight 1", "or leave --other-reward-weight out"),
     ("ppo --comparison-model tiny:ascii", "set --group-size to 2 or more"),
     ("rlhf --reward-model nowhere/at/all", "no folder nowhere/at/all"),
@@ -632,13 +522,9 @@ def largest_digit_rows(path: Path) -> Path:
     for digits in rng.permutation(list(itertools.product(range(10), repeat=3))).tolist():
         best = str(max(digits))
         for wrong in rng.choice([str(d) for d in range(10) if str(d) != best], 3, replace=False):
-            text = {
-                "response": str(rng.choice(digits)),
-                "answer": best,
-                "chosen": best,
-                "rejected": str(wrong),
-            }
-            rows.append({"prompt": "".join(map(str, digits)) + "=", **text})
+            answers = dict(response=str(rng.choice(digits)), answer=best, chosen=best)
+            prompt = "".join(map(str, digits)) + "="
+            rows.append({"prompt": prompt, **answers, "rejected": str(wrong)})
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
@@ -669,31 +555,21 @@ def test_rlhf_raises_the_learned_reward_and_the_true_one(tmp_path):
     )
     rows = train(str(recipe), tmp_path / "run")
     model = [row for row in rows if row["stage"] == "reward_model" and "test/loss" in row][-1]
-    learning.check_figure(
-        "pairs ranked right by the reward model", model["test/rewards/accuracies"], above=0.95
-    )
+    check, right = learning.check_figure, model["test/rewards/accuracies"]
+    check("pairs ranked right by the reward model", right, above=0.95)
     first, last = (row for row in rows if row["stage"] == "rlhf" and "test/env/all/correct" in row)
-    learning.check_figure("true reward at first", first["test/env/all/correct"], below=0.5)
-    learning.check_figure("true reward", last["test/env/all/correct"], above=0.85)
+    check("true reward at first", first["test/env/all/correct"], below=0.5)
+    check("true reward", last["test/env/all/correct"], above=0.85)
     near_right = 0.75 * model["test/rewards/chosen"] + 0.25 * model["test/rewards/rejected"]
-    learning.check_figure(
-        "learned reward at first", first["test/env/all/reward/learned"], below=near_right
-    )
-    learning.check_figure("learned reward", last["test/env/all/reward/learned"], above=near_right)
-    print(
-        {
-            name: (first[name], last[name])
-            for name in ("test/env/all/correct", "test/env/all/reward/learned")
-        }
-    )
+    check("learned reward at first", first["test/env/all/reward/learned"], below=near_right)
+    check("learned reward", last["test/env/all/reward/learned"], above=near_right)
 
 
 def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
     def begins(top, *stages):
         recipe = tmp_path / "recipe.yaml"
-        recipe.write_text(
-            "stages:\n" + "".join(f"  - {{{stage}}}\n" for stage in stages) + f"steps: 1\n{top}\n"
-        )
+        lines = "".join(f"  - {{{stage}}}\n" for stage in stages)
+        recipe.write_text(f"stages:\n{lines}steps: 1\n{top}\n")
         run = cli.read_run([str(recipe)], METHODS, recipe, RunSettings)
         check_initial_weights(run.stages)
         return [find_previous_stage(run.stages, i) for i in range(len(run.stages))]
@@ -703,49 +579,16 @@ def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
     assert begins("base_model: tiny:ascii", rm, rlhf) == begins("", rm, rlhf) == [None, None]
     # a judge may continue from a judge
     assert begins("", rm, rm + ", name: second", rlhf) == [None, 0, None]
-    assert begins(
-        "base_model: tiny:ascii", "method: sft", rm + ", base_model: tiny:chat", rlhf
-    ) == [None, None, 0]
+    other = rm + ", base_model: tiny:chat"
+    assert begins("base_model: tiny:ascii", "method: sft", other, rlhf) == [None, None, 0]
     assert begins("", rm, rlhf, "method: sft") == [None, None, 1]
     for wrong, near in (
         ("method: rlhf, reward_model: reward_modl", "reward_model"),
         (rlhf + ", base_model: stf", "sft"),
     ):
-        with pytest.raises(
-            UserError,
-            match=(
-                f"stage rlhf: neither an earlier stage nor a folder is called .*did you mean {near}"
-            ),
-        ):
+        says = f"stage rlhf: neither an earlier stage nor a folder is called .*did you mean {near}"
+        with pytest.raises(UserError, match=says):
             begins("", "method: sft", rm, wrong)
-    with pytest.raises(
-        UserError, match="stage rlhf comes after a reward model.*base_model: tiny:ascii"
-    ):
+    says = "stage rlhf comes after a reward model.*base_model: tiny:ascii"
+    with pytest.raises(UserError, match=says):
         begins("", rm + ", base_model: tiny:ascii", rlhf)
-
-
-@pytest.mark.slow
-def test_stages_begin_from_the_stage_they_name(tmp_path):
-    """Run sft, a reward model on top of it, and rlhf, which continues from sft and not from the
-    reward model.
-    """
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "stages:\n  - {method: sft, steps: 2, learning_rate: 1e-2}\n  - {method: reward_model, "
-        "steps: 2, learning_rate: 1e-2}\n"
-        "  - {method: rlhf, base_model: sft, reward_model: reward_model, steps: 1, learning_rate: "
-        "1e-9, max_tokens: 3}\n"
-        "batch_size: 8\neval_every: 0\n"
-    )
-    train(str(recipe), tmp_path / "run")
-    folder = tmp_path / "run" / "checkpoints"
-    models = {
-        name: load_file(str(folder / f"{name}-final/model/model.safetensors"))
-        for name in ("sft", "reward_model", "rlhf")
-    }
-    names = models["sft"].keys()
-    assert all(torch.allclose(models["sft"][n], models["rlhf"][n], atol=1e-6) for n in names)
-    assert any((models["sft"][n] - models["reward_model"][n]).abs().max() > 1e-4 for n in names)
-    assert checkpoint_folder.read_verified_state(folder / "reward_model-final")["spec"][
-        "value_head"
-    ]

@@ -47,6 +47,13 @@ class Reader:
         )
 
 
+def read_by_model(renderer, group, **more) -> list[list[int]]:
+    """Return what a reward model with this renderer reads of a group."""
+    reader = Reader()
+    RewardModel(reader, "rm", renderer, **more).scores([group])
+    return reader.read
+
+
 def sampled(renderer, problem, text, end, *, logs=True):
     """Return a group of a single episode that answers `text` and ends with `end`; an empty `end`
     means cut off.
@@ -68,10 +75,17 @@ def as_drawn(renderer, name, text):
     return f" {text}" if name == "role_colon" else text
 
 
+def first_end(renderer, name):
+    """Return the mark of role_colon, or the first token that ends an answer."""
+    if name == "role_colon":
+        return renderer._encode("\n\nUser:", continuing=True)
+    return [renderer.get_stop_sequences()[0]]
+
+
 def ways_to_end(renderer, name):
     """Return every token that may end a sample, and the mark of role_colon."""
     ends = [[end] for end in sorted(renderer.end_tokens)]
-    return [*ends, renderer._encode("\n\nUser:", continuing=True)] if name == "role_colon" else ends
+    return [*ends, first_end(renderer, name)] if name == "role_colon" else ends
 
 
 @pytest.mark.parametrize(("name", "model"), pairs())
@@ -104,11 +118,9 @@ def test_an_answer_is_read_as_it_was_in_training(renderers, tokenizers, name, mo
                 # the score is read at the end mark, the last position, as in the loss
                 assert score == len(expected) - 1
         cut = sampled(renderer, problem, as_drawn(renderer, name, "4 st"), [])
-        reader = Reader()
-        RewardModel(reader, "rm", renderer).scores([cut])
         turn = cut.trajectories_G[0].transitions[-1]
         # cut off: without an end mark
-        assert reader.read == [[*turn.ob.to_ints(), *turn.ac.tokens]]
+        assert read_by_model(renderer, cut) == [[*turn.ob.to_ints(), *turn.ac.tokens]]
 
 
 @pytest.mark.parametrize(("name", "model"), pairs())
@@ -129,11 +141,8 @@ def test_an_answer_that_a_stop_text_ended_is_read_as_in_training(renderers, name
     problem = Problem([{"role": "user", "content": "2+2?"}], response="ab 4", rejected="5")
     expected = make_scored_pair(problem, renderer)[0].model_input.to_ints()
     policy, end = renderer.with_stops(["st a"]), renderer._encode("st a", continuing=True)
-    reader = Reader()
-    RewardModel(reader, "rm", renderer).scores(
-        [sampled(policy, problem, as_drawn(policy, name, "ab 4"), end)]
-    )
-    assert reader.read == [expected]
+    group = sampled(policy, problem, as_drawn(policy, name, "ab 4"), end)
+    assert read_by_model(renderer, group) == [expected]
 
 
 @pytest.mark.parametrize("model", ROLE_COLON)
@@ -166,48 +175,42 @@ def test_a_policy_with_another_renderer_is_read_in_the_models_own(renderers, pol
     reference, other = renderers(judge, "llama-like"), renderers(policy, "llama-like")
     problem = Problem([{"role": "user", "content": "2+2?"}], response="ab 4", rejected="5")
     expected = make_scored_pair(problem, reference)[0].model_input.to_ints()
-    end = (
-        other._encode("\n\nUser:", continuing=True)
-        if policy == "role_colon"
-        else [other.get_stop_sequences()[0]]
+    whole, cut = (
+        sampled(other, problem, as_drawn(other, policy, "ab 4"), end)
+        for end in (first_end(other, policy), [])
     )
-    reader = Reader()
-    RewardModel(reader, "rm", reference).scores(
-        [sampled(other, problem, as_drawn(other, policy, "ab 4"), end)]
-    )
-    assert reader.read == [expected]
-    reader = Reader()
-    RewardModel(reader, "rm", reference).scores(
-        [sampled(other, problem, as_drawn(other, policy, "ab 4"), [])]
-    )
-    # without the end mark
-    assert reader.read[0] == (expected[: len(reader.read[0])])
-    assert len(reader.read[0]) < len(expected)
+    assert read_by_model(reference, whole) == [expected]
+    (read,) = read_by_model(reference, cut)
+    assert read == expected[: len(read)] and len(read) < len(expected)  # without the end mark
+
+
+TALK = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "ab?"},
+]
+
+
+def read_in_training(renderer) -> list[int]:
+    """Return the tokens of `TALK` with the answer st in the training data of a reward model."""
+    problem = Problem(TALK, response="st", rejected="x")
+    return make_scored_pair(problem, renderer)[0].model_input.to_ints()
 
 
 @pytest.mark.parametrize("shares_vocabulary", [True, False])
 def test_a_model_of_another_vocabulary_reads_all_turns_of_an_episode(renderers, shares_vocabulary):  # noqa: F811
     renderer = renderers("role_colon", "llama-like")
-    talk = [
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "4"},
-        {"role": "user", "content": "ab?"},
-    ]
-    expected = make_scored_pair(Problem(talk, response="st", rejected="x"), renderer)[
-        0
-    ].model_input.to_ints()
     turns = []
     for i, answer in ((1, "4"), (3, "st")):
-        logs = {"prompt": talk[i - 1]["content"], "new_messages": [talk[i - 1]], "response": answer}
+        logs = {"prompt": TALK[i - 1]["content"], "new_messages": [TALK[i - 1]], "response": answer}
         tokens = renderer._encode(f" {answer}\n\nUser:", continuing=True)
         action = SampledSequence(tokens, [-1.0] * len(tokens), "stop")
         turns.append(
-            Transition(renderer.build_generation_prompt(talk[:i]), action, 0.0, False, {}, logs)
+            Transition(renderer.build_generation_prompt(TALK[:i]), action, 0.0, False, {}, logs)
         )
-    reader = Reader()
     group = TrajectoryGroup([Trajectory(turns)], [0.0], [{}])
-    RewardModel(reader, "rm", renderer, shares_vocabulary=shares_vocabulary).scores([group])
-    assert reader.read == [expected]
+    read = read_by_model(renderer, group, shares_vocabulary=shares_vocabulary)
+    assert read == [read_in_training(renderer)]
 
 
 @pytest.mark.parametrize("name", ["chat_template", "plain", "role_colon"])
@@ -227,10 +230,8 @@ def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_
         client.optim_step(ADAM).result()
         method = RewardModelTraining(RewardModelSettings())
         held_out = method.evaluate(rows, renderer, Models(client, {}))
-        end = [renderer.get_stop_sequences()[0]]
-        end = ways_to_end(renderer, name)[-1] if name == "role_colon" else end
         groups = [
-            sampled(renderer, row, as_drawn(renderer, name, text), end)
+            sampled(renderer, row, as_drawn(renderer, name, text), first_end(renderer, name))
             for row in rows
             for text in (row.response, row.rejected)
         ]
@@ -244,13 +245,9 @@ def test_the_held_out_margin_is_the_one_that_rlhf_reads(renderers, name, shared_
 def test_a_judge_is_shown_answers_as_it_was_in_training(renderers, answer):  # noqa: F811
     renderer = renderers("chat_template", "minimind_6400")
     problem = Problem([{"role": "user", "content": "2+2?"}], response=answer, rejected="5")
-    group = [
-        sampled(renderer, problem, text, [renderer.get_stop_sequences()[0]]) for text in ("", "5")
-    ]
-    drawn = [
-        *renderer.tokenizer.encode(answer, add_special_tokens=False),
-        renderer.get_stop_sequences()[0],
-    ]
+    end = renderer.get_stop_sequences()[:1]
+    group = [sampled(renderer, problem, text, end) for text in ("", "5")]
+    drawn = [*renderer.tokenizer.encode(answer, add_special_tokens=False), *end]
     builder = ProblemGroupBuilder(problem, 1, renderer, None)
     logs = builder.make_envs()[0].step(SampledSequence(drawn, [-1.0] * len(drawn))).logs
     group[0].trajectories_G[0].transitions[-1].logs = logs
@@ -281,9 +278,8 @@ def test_a_policy_of_another_vocabulary_is_read_as_text(logs, tokenizers):  # no
     if not logs:
         turn = group.trajectories_G[0].transitions[-1]
         turn.logs = {"prompt": "2+2?", "response": turn.logs["response"]}
-    reader = Reader()
-    RewardModel(reader, "rm", reference, shares_vocabulary=False).scores([group])
-    assert reader.read == [make_scored_pair(problem, reference)[0].model_input.to_ints()]
+    expected = make_scored_pair(problem, reference)[0].model_input.to_ints()
+    assert read_by_model(reference, group, shares_vocabulary=False) == [expected]
 
 
 def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(monkeypatch):
@@ -300,10 +296,7 @@ def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(
     )
     hosts = StageModelFactory.__new__(StageModelFactory)
     hosts.earlier = {"rm": "runs/a/checkpoints/rm-final"}
-    assert [hosts.renderer_of(name) for name in ("rm", "runs/b")] == [
-        ("role_colon", ()),
-        ("role_colon", ()),
-    ]
+    assert [hosts.renderer_of(name) for name in ("rm", "runs/b")] == [("role_colon", ())] * 2
     assert requests == ["runs/a/checkpoints/rm-final", "runs/b"]
 
 
@@ -335,12 +328,9 @@ def play_episode(renderer, name, answers, *, cut=False, tools=False):
     prompt, _ = env.initial_observation().result()
     turns = []
     for answer in answers:
-        end = [renderer.get_stop_sequences()[0]]
-        if name == "role_colon":
-            end = renderer._encode("\n\nUser:", continuing=True)
         ended = not (cut and len(turns) == len(answers) - 1)
         drawn = renderer._encode(as_drawn(renderer, name, answer), continuing=True)
-        drawn = [*drawn, *(end if ended else [])]
+        drawn = [*drawn, *(first_end(renderer, name) if ended else [])]
         action = SampledSequence(drawn, [-1.0] * len(drawn), "stop" if ended else "length")
         result = env.step(action).result()
         turns.append(Transition(prompt, action, 0.0, result.episode_done, {}, result.logs))
@@ -360,23 +350,12 @@ def test_an_episode_of_an_environment_is_read_in_the_models_own_renderer(
 ):
     """All turns are read, whichever renderer of the same vocabulary the policy uses."""
     reference, other = renderers(judge, "llama-like"), renderers(policy, "llama-like")
-    talk = [
-        {"role": "user", "content": "2+2?"},
-        {"role": "assistant", "content": "4"},
-        {"role": "user", "content": "ab?"},
-    ]
-    expected = make_scored_pair(Problem(talk, response="st", rejected="x"), reference)[
-        0
-    ].model_input.to_ints()
+    expected = read_in_training(reference)
     known = {"policy_renderer": other} if knows_policy else {}
-    reader = Reader()
-    RewardModel(reader, "rm", reference, **known).scores([play_episode(other, policy, ["4", "st"])])
-    assert reader.read == [expected]
-    reader = Reader()
-    RewardModel(reader, "rm", reference, **known).scores(
-        [play_episode(other, policy, ["4", "st"], cut=True)]
-    )
-    assert reader.read == [expected[: len(reader.read[0])]] and len(reader.read[0]) < len(expected)
+    whole, cut = (play_episode(other, policy, ["4", "st"], cut=cut) for cut in (False, True))
+    assert read_by_model(reference, whole, **known) == [expected]
+    (read,) = read_by_model(reference, cut, **known)
+    assert read == expected[: len(read)] and len(read) < len(expected)
 
 
 def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers):  # noqa: F811
@@ -384,11 +363,8 @@ def test_an_episode_in_the_models_own_format_is_read_with_its_tools(renderers): 
     group = play_episode(renderer, "chat_template", ["4", "st"], tools=True)
     last = group.trajectories_G[0].transitions[-1]
     assert "Look at a place" in renderer.decode(last.ob.to_ints())
-    reader = Reader()
-    RewardModel(reader, "rm", renderer, policy_renderer=renderer).scores([group])
-    assert reader.read == [
-        renderer.reward_model_input(last.ob.token_ids(), last.ac.tokens).to_ints()
-    ]
+    expected = renderer.reward_model_input(last.ob.token_ids(), last.ac.tokens).to_ints()
+    assert read_by_model(renderer, group, policy_renderer=renderer) == [expected]
 
 
 def test_a_run_tells_its_reward_model_the_policys_renderer(monkeypatch):
@@ -401,17 +377,16 @@ def test_a_run_tells_its_reward_model_the_policys_renderer(monkeypatch):
     )
     where = SimpleNamespace(stage=None, path=Path("rm"))
     inputs = {}
-    monkeypatch.setattr("rl.trainer.stage_models.open_weights", lambda target: where)
-    monkeypatch.setattr("rl.trainer.stage_models.is_published_reward_model", lambda result: False)
-    monkeypatch.setattr("rl.trainer.stage_models.Path.is_file", lambda path: True)
-    monkeypatch.setattr(
-        "rl.trainer.stage_models.checkpoint_folder.read_verified_state",
-        lambda path: {"spec": {"value_head": True}},
-    )
-    monkeypatch.setattr("rl.trainer.stage_models.shares_vocabulary", lambda *words: True)
-    monkeypatch.setattr("rl.trainer.stage_models.make_renderer", lambda *words: "its own")
-    monkeypatch.setattr(
-        "rl.trainer.stage_models.RewardModel", lambda *words, **more: inputs.update(more)
-    )
+    state = {"spec": {"value_head": True}}
+    for name, stub in (
+        ("open_weights", lambda target: where),
+        ("is_published_reward_model", lambda result: False),
+        ("Path.is_file", lambda path: True),
+        ("checkpoint_folder.read_verified_state", lambda path: state),
+        ("shares_vocabulary", lambda *words: True),
+        ("make_renderer", lambda *words: "its own"),
+        ("RewardModel", lambda *words, **more: inputs.update(more)),
+    ):
+        monkeypatch.setattr(f"rl.trainer.stage_models.{name}", stub)
     hosts._load_reward_model("rm")
     assert inputs == {"shares_vocabulary": True, "policy_renderer": "the policy's"}

@@ -39,17 +39,14 @@ class YesNo:
     def _score(self, text):
         request, word = text.rsplit("\n", 1)
         answer = request.split("[Answer]\n")[1].split("\n")[0]
-        logp = self.likes(answer, request.split("[Question]\n")[1])[
-            ("yes", "no").index(word.rstrip("$"))
-        ]
+        both = self.likes(answer, request.split("[Question]\n")[1])
+        logp = both[("yes", "no").index(word.rstrip("$"))]
         return [None, *[-9.0] * len(request), *[logp / len(word)] * len(word)]
 
 
 def rate_answer(answer, question):
     """Return the logprobs of yes and no: length to 1 for politeness, 1 to 3 for being right."""
-    return (
-        np.log([len(answer) if "polite" in question else 1, 1 if "polite" in question else 3]) - 4.0
-    )
+    return np.log([len(answer), 1] if "polite" in question else [1, 3]) - 4.0
 
 
 def test_a_rubrics_score_is_the_weighted_mean_of_yes_against_no():
@@ -74,12 +71,10 @@ def test_a_bad_thing_has_a_negative_weight():
 
 
 def test_names_come_from_the_questions_and_differ():
-    rubric = Rubric.from_weights(
-        (("Is the answer right and polite?", 1), ("Is the answer right and short?", 1), ("?!", 2))
-    )
-    assert [q.name for q in rubric.questions] == [
-        "is_the_answer_right_and", "is_the_answer_right_and-2", "question",
-    ]  # fmt: skip
+    questions = ("Is the answer right and polite?", "Is the answer right and short?", "?!")
+    rubric = Rubric.from_weights(tuple((question, 1) for question in questions))
+    first = "is_the_answer_right_and"
+    assert [q.name for q in rubric.questions] == [first, f"{first}-2", "question"]
 
 
 @pytest.mark.parametrize(("text", "share"), [
@@ -120,10 +115,8 @@ class FakeGenerationClient:
     def sample_many(self, requests):
         self.requests += requests
         texts = [self.says("".join(map(chr, item.prompt))) for item in requests]
-        results = [
-            SimpleNamespace(sequences=[SimpleNamespace(tokens=[ord(c) for c in text])])
-            for text in texts
-        ]
+        sequences = [SimpleNamespace(tokens=list(map(ord, text))) for text in texts]
+        results = [SimpleNamespace(sequences=[sequence]) for sequence in sequences]
         return SimpleNamespace(result=lambda: (results, {}))
 
 
@@ -180,18 +173,13 @@ def test_a_score_in_thoughts_that_never_end_is_no_score():
 
 def test_an_answer_for_which_the_judge_writes_no_score_costs_itself_alone():
     def says(prompt):
-        return (
-            "well, well"
-            if "[Answer]\nbb" in prompt and "right" in prompt
-            else f"Score: {2 if 'polite' in prompt else 4}$"
-        )
+        if "[Answer]\nbb" in prompt and "right" in prompt:
+            return "well, well"
+        return f"Score: {2 if 'polite' in prompt else 4}$"
 
     client = FakeGenerationClient(says)
-    judge = RubricJudge(
-        client,
-        GenerationRenderer(),
-        Rubric.from_weights(POLITE_RIGHT, "score", scale=5.0, max_tokens=9),
-    )
+    rubric = Rubric.from_weights(POLITE_RIGHT, "score", scale=5.0, max_tokens=9)
+    judge = RubricJudge(client, GenerationRenderer(), rubric)
     inputs = RolloutBatch([group("a", "bb", "a"), group("bb")], [], {}, 0.0, 0.0)
     rewards = LearnedRewards(judge, 0.0)
     result = apply_learned_rewards(inputs, rewards)
@@ -205,9 +193,8 @@ def test_an_answer_for_which_the_judge_writes_no_score_costs_itself_alone():
 
 
 def test_scores_without_metrics_and_with_stand_side_by_side():
-    judge = SimpleNamespace(
-        scores_single_answers=True, scores=lambda groups: [[0.5, Score(2.0, {"x": 1.0})]]
-    )
+    scores = [[0.5, Score(2.0, {"x": 1.0})]]
+    judge = SimpleNamespace(scores_single_answers=True, scores=lambda groups: scores)
     ((first,), _) = LearnedRewards(judge, 1.0).judge_groups([group("a", "b", rewards=[1.0, 2.0])])
     assert first.get_total_rewards() == [1.5, 4.0]
     assert first.metrics_G == [
@@ -223,22 +210,19 @@ def test_the_probability_of_yes_is_that_of_a_model_run_by_itself(tmp_path):
         renderer = make_renderer(client, None)
         rubric = Rubric.from_weights(POLITE_RIGHT)
         first = group("A kind answer.")
-        first.trajectories_G[0].transitions[0].logs["messages"] = text = [
-            {"role": "user", "content": "Hi?"}
-        ]
+        text = [{"role": "user", "content": "Hi?"}]
+        first.trajectories_G[0].transitions[0].logs["messages"] = text
         ((score,),) = RubricJudge(client, renderer, rubric).scores([first])
         for question in rubric.questions:
             logp = []
             for word in ("yes", "no"):
                 prompt = make_rubric_prompt(text, "A kind answer.", question, rubric)
-                whole = renderer.build_supervised_example(
-                    [*prompt, {"role": "assistant", "content": word}]
-                )[0]
+                messages = [*prompt, {"role": "assistant", "content": word}]
+                whole, _ = renderer.build_supervised_example(messages)
                 before = renderer.build_generation_prompt(prompt).length
                 logp.append(sum(client.compute_logprobs(whole).result()[before:]))
-            assert score.metrics[f"rubric/{question.name}"] == pytest.approx(
-                1 / (1 + math.exp(logp[1] - logp[0])), rel=1e-4
-            )
+            share = 1 / (1 + math.exp(logp[1] - logp[0]))
+            assert score.metrics[f"rubric/{question.name}"] == pytest.approx(share, rel=1e-4)
 
 
 def test_a_conversation_too_long_for_the_judge_names_the_remedy():
@@ -273,22 +257,20 @@ def test_a_rubric_on_the_line():
 
 
 SHORT = (
-    "grpo --steps 2 --batch-size 2 --group-size 2 --eval-every 0 --max-tokens 4 --rubric-model "
+    "grpo --steps 1 --batch-size 2 --group-size 2 --eval-every 0 --max-tokens 4 --rubric-model "
     "tiny:ascii --rubric Polite? 1 Right? 2"
 )
 
 
 @pytest.mark.slow
 def test_a_rubric_in_the_loop(tmp_path):
-    """The metrics row of every batch has the rubric scores and the time spent on judging."""
+    """The metrics row of a batch has the rubric scores and the time spent on judging."""
     train(SHORT, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "progress/batch" in row]
-    assert len(rows) == 2
-    for row in rows:
-        polite, right = row["env/all/rubric/polite"], row["env/all/rubric/right"]
-        assert row["reward/total"] == pytest.approx((polite + 2 * right) / 3) and 0 < polite < 1
-        assert row["time/reward/learned"] > 0 and row["time/reward/exact_match"] >= 0
+    (row,) = (row for row in rows if "progress/batch" in row)
+    polite, right = row["env/all/rubric/polite"], row["env/all/rubric/right"]
+    assert row["reward/total"] == pytest.approx((polite + 2 * right) / 3) and 0 < polite < 1
+    assert row["time/reward/learned"] > 0 and row["time/reward/exact_match"] >= 0
 
 
 @pytest.mark.slow

@@ -13,6 +13,9 @@ from rl.types import Datum
 POLICY = [name for name, spec in LOSSES.items() if spec.fused_function is not None]
 CU = [0, 4, 5, 11]
 CLIPPED = ("ppo", "cispo", "gspo")
+CONFIGS = {"dro": {"beta": 0.5}} | {
+    name: {"clip_low_threshold": 0.1, "clip_high_threshold": 5.0} for name in CLIPPED
+}
 
 
 def make_inputs(seed: int, mask_name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -34,12 +37,11 @@ def make_inputs(seed: int, mask_name: str) -> tuple[torch.Tensor, dict[str, torc
     return torch.tensor(logp), {name: torch.tensor(value) for name, value in fields.items()}
 
 
-def reference(
-    name: str, logp: torch.Tensor, inputs: dict[str, torch.Tensor], mask_name: str
-) -> tuple[torch.Tensor, dict[str, float]]:
+def reference(name, logp, inputs, mask_name, config) -> tuple[torch.Tensor, dict[str, float]]:
     """Compute the formulas of the table in design and docs in float64, token by token over the
     actions only.
     """
+    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
     total = torch.zeros((), dtype=torch.float64)
     seen = {"active_tokens:sum": 0, "clipped_low:sum": 0, "clipped_high:sum": 0}
     for start, end in zip(CU[:-1], CU[1:], strict=True):
@@ -48,20 +50,18 @@ def reference(
         for t in here:
             lp, gap, a = logp[t], logp[t] - inputs["logprobs"][t], inputs["advantages"][t]
             ratio = torch.exp(mean + lp - lp.detach()) if name == "gspo" else torch.exp(gap)
-            clipped = torch.clamp(ratio, 0.8, 1.2)
-            total = (
-                total
-                - {
-                    "importance_sampling": ratio * a,
-                    "ppo": torch.minimum(ratio * a, clipped * a),
-                    "gspo": torch.minimum(ratio * a, clipped * a),
-                    "cispo": clipped.detach() * lp * a,
-                    "dro": lp * a - 0.025 * gap**2,
-                }[name]
-            )
+            clipped = torch.clamp(ratio, low, high)
+            objectives = {
+                "importance_sampling": ratio * a,
+                "ppo": torch.minimum(ratio * a, clipped * a),
+                "gspo": torch.minimum(ratio * a, clipped * a),
+                "cispo": clipped.detach() * lp * a,
+                "dro": lp * a - config.get("beta", 0.05) / 2 * gap**2,
+            }
+            total = total - objectives[name]
             seen["active_tokens:sum"] += 1
-            seen["clipped_low:sum"] += int(ratio < 0.8)
-            seen["clipped_high:sum"] += int(ratio > 1.2)
+            seen["clipped_low:sum"] += int(ratio < low)
+            seen["clipped_high:sum"] += int(ratio > high)
     return total, seen if name in CLIPPED else {"active_tokens:sum": seen["active_tokens:sum"]}
 
 
@@ -71,14 +71,14 @@ def reference(
 def test_the_mask_decides_what_is_trained_and_counted(name, mask_name, form):
     for seed in range(6):
         logp, inputs = make_inputs(seed, mask_name)
-        leaf = logp.clone().requires_grad_(True)
-        expected, counted = reference(name, leaf, inputs, mask_name)
+        leaf, config = logp.clone().requires_grad_(True), CONFIGS.get(name, {}) if seed % 2 else {}
+        expected, counted = reference(name, leaf, inputs, mask_name, config)
         (expected_gradient,) = torch.autograd.grad(expected, leaf)
         spec, dtype = get_loss(name), torch.float64 if form == "plain" else torch.float32
         leaf = logp.to(dtype).requires_grad_(True)
         fields = {field: value.to(dtype) for field, value in inputs.items()}
         value, metrics = (spec.fn if form == "plain" else spec.fused_function)(
-            leaf, torch.zeros(11), fields, torch.tensor(CU), {}
+            leaf, torch.zeros(11), fields, torch.tensor(CU), config
         )
         (result,) = torch.autograd.grad(value, leaf)
         tolerance = (
@@ -90,18 +90,25 @@ def test_the_mask_decides_what_is_trained_and_counted(name, mask_name, form):
 
 
 @pytest.mark.parametrize("form", ["plain", "fused"])
+@pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("name", POLICY)
-def test_what_stands_outside_the_mask_changes_nothing(name, form):
-    """A NaN, an infinite logprob or an enormous advantage outside the mask changes nothing."""
+def test_what_stands_outside_the_mask_changes_nothing(name, masked, form):
+    """A NaN, an infinite logprob or an enormous advantage outside the mask changes nothing. Without
+    a mask, the tokens with an advantage are the actions.
+    """
     logp, inputs = make_inputs(3, "mask")
-    out = inputs["mask"] == 0
+    out = inputs["mask"] == 0 if masked else inputs["advantages"] == 0
+    if not masked:
+        del inputs["mask"]
     results = []
     for spoil in (False, True):
         fields = {field: value.clone().float() for field, value in inputs.items()}
         leaf = logp.clone().float()
         if spoil:
-            fields["advantages"][out], fields["logprobs"][out] = 1e30, float("inf")
+            fields["logprobs"][out] = float("inf")
             leaf[out] = float("nan")
+            if masked:
+                fields["advantages"][out] = 1e30
         leaf.requires_grad_(True)
         spec = get_loss(name)
         value, metrics = (spec.fn if form == "plain" else spec.fused_function)(

@@ -46,16 +46,9 @@ def gemma(calls):
             return "{" + ",".join(f"{key}:{spell(value[key])}" for key in sorted(value)) + "}"
         if isinstance(value, list):
             return "[" + ",".join(map(spell, value)) + "]"
-        return (
-            {None: "null", True: "true", False: "false"}.get(value, str(value))
-            if not isinstance(value, float)
-            else str(value)
-        )
+        return json.dumps(value)
 
-    return "".join(
-        f"<|tool_call>call:{name}{spell(arguments)}<tool_call|>"
-        for name, arguments in map(of, calls)
-    )
+    return "".join(f"<|tool_call>call:{n}{spell(a)}<tool_call|>" for n, a in map(of, calls))
 
 
 def render_lfm_calls(calls):
@@ -64,13 +57,11 @@ def render_lfm_calls(calls):
             for plain, escaped in (("\\", "\\\\"), ("'", "\\'"), ("\n", "\\n"), ("\r", "\\r")):
                 value = value.replace(plain, escaped)
             return f"'{value}'"
-        return (
-            json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else str(value)
-        )
+        is_json = isinstance(value, list | dict)
+        return json.dumps(value, ensure_ascii=False) if is_json else str(value)
 
-    text = ", ".join(
-        f"{n}({', '.join(f'{k}={spell(v)}' for k, v in a.items())})" for n, a in map(of, calls)
-    )
+    pairs = [(n, ", ".join(f"{k}={spell(v)}" for k, v in a.items())) for n, a in map(of, calls)]
+    text = ", ".join(f"{n}({arguments})" for n, arguments in pairs)
     return f"<|tool_call_start|>[{text}]<|tool_call_end|>"
 
 
@@ -92,9 +83,8 @@ def random_call(rng):
         "list": [rng.choice([1, -2.5, None, True, "q w"]) for _ in range(rng.randrange(3))],
         "o": {"k": rng.choice(TEXTS[:3]), "n": rng.randrange(3)},
     }  # fmt: skip
-    return call(
-        **{key: known[key] for key in rng.sample(sorted(known), rng.randrange(len(known) + 1))}
-    )
+    keys = rng.sample(sorted(known), rng.randrange(len(known) + 1))
+    return call(**{key: known[key] for key in keys})
 
 
 @pytest.mark.parametrize("name", FORM)

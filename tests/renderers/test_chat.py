@@ -6,8 +6,8 @@ import contextlib
 import io
 import json
 import os
+import runpy
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from rl.types import ModelInput, SampledSequence, SamplingParams
 
 REPO = Path(__file__).resolve().parents[2]
 NOTE = "  [mean logprob "
+ROLES = ("user", "assistant")
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +91,9 @@ def test_each_turn_continues_the_tokens_of_the_turns_before(client, monkeypatch)
     session = make_session(client)
     written = chat(monkeypatch, [session], ["1+2=", "", "7+", "30="])
     assert answers_in(written) == expected
-    assert [line for line in written.splitlines() if line[:2] == "> "] == [
-        "> 1+2=", "> 7+", "> 30=",
-    ]  # fmt: skip
-    assert [message["role"] for message in session.get_messages()] == ["user", "assistant"] * 3
+    shown = [line for line in written.splitlines() if line[:2] == "> "]
+    assert shown == ["> 1+2=", "> 7+", "> 30="]
+    assert [message["role"] for message in session.get_messages()] == [*ROLES] * 3
 
 
 def test_settings_of_the_prompt_are_those_of_the_run(client, monkeypatch):
@@ -136,9 +136,8 @@ def test_a_refused_message_is_no_turn_and_retry_repeats_the_one_before(client, m
 
 
 def test_a_file_that_cannot_be_written_is_reported(client, monkeypatch, tmp_path):
-    written = chat(
-        monkeypatch, [make_session(client)], ["1+2=", f"/save {tmp_path}/none/chat.jsonl", "1="]
-    )
+    lines = ["1+2=", f"/save {tmp_path}/none/chat.jsonl", "1="]
+    written = chat(monkeypatch, [make_session(client)], lines)
     assert "cannot be written (No such file or directory)" in written
     assert len(answers_in(written)) == 2
 
@@ -149,13 +148,10 @@ def test_the_oldest_turns_are_omitted_when_the_context_is_full(client, monkeypat
     session = make_session(client, max_tokens=limit // 4)
     eos = tokenizer.eos_token_id
     message = "1+" * (limit // 8)
-    written = chat(monkeypatch, [session], [message] * 4 + ["1" * (limit + 1), message, "/reset"])
+    written = chat(monkeypatch, [session], [*[message] * 3, "1" * (limit + 1), message])
     assert f"the context of tiny ({limit} tokens) is full" in written
     assert f"a prompt of {limit + 1} tokens" in written and "send a shorter message" in written
-    turns = session.turns
-    assert not turns  # /reset
-    session = make_session(client, max_tokens=limit // 4)
-    chat(monkeypatch, [session], [message] * 4)
+    assert len(session.turns) == 4
     for turn in session.turns:
         assert len(turn.prompt) + limit // 4 <= limit + 1
     # the prompt of the last turn, rebuilt from the turns that it includes
@@ -308,10 +304,9 @@ def test_a_saved_conversation_has_the_texts_as_typed_and_its_first_system_prompt
     chat(monkeypatch, [session], ["1+2", "/system 8", "3", f"/save {file}"])
     answers = [turn.answer["content"] for turn in session.turns]
     row = json.loads(file.read_text())
-    assert [(message["role"], message["content"]) for message in row["messages"]] == [
-        ("system", "9+"), ("user", "1+2"), ("assistant", answers[0]), ("user", "3"),
-        ("assistant", answers[1]),
-    ]  # fmt: skip
+    assert [message["role"] for message in row["messages"]] == ["system", *ROLES, *ROLES]
+    contents = [message["content"] for message in row["messages"]]
+    assert contents == ["9+", "1+2", answers[0], "3", answers[1]]
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -401,17 +396,14 @@ def test_a_checkpoint_is_chosen_for_runs_alone(monkeypatch):
     assert open_all("owner/model") == [("owner/model", "best")], "which open_weights refuses"
 
 
-def test_wrong_combinations_of_flags_are_refused():
-    def error_of(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, str(REPO / "sample.py"), *words], capture_output=True, text=True
-        )
-        assert done.returncode == 2
-        return done.stderr
-
-    assert "several WEIGHTS need --chat, got a b" in error_of("a", "b", "--prompt", "1")
-    assert "leave out --prompt" in error_of("a", "--chat", "--prompt", "1")
-    assert "leave out --prompt" in error_of("a", "--chat", "-n", "2")
-    assert "--chat needs a single process, got --sampler-tp 2" in error_of(
-        "a", "--chat", "--sampler-tp", "2"
-    )
+@pytest.mark.parametrize(("words", "message"), [
+    ("a b --prompt 1", "several WEIGHTS need --chat, got a b"),
+    ("a --chat --prompt 1", "leave out --prompt"),
+    ("a --chat -n 2", "leave out --prompt"),
+    ("a --chat --sampler-tp 2", "--chat needs a single process, got --sampler-tp 2"),
+])  # fmt: skip
+def test_wrong_combinations_of_flags_are_refused(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sample.py", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(REPO / "sample.py"), run_name="__main__")
+    assert ended.value.code == 2 and message in capsys.readouterr().err

@@ -64,30 +64,24 @@ def test_glm_ends_an_answer_with_the_mark_of_who_speaks_next():
     ask, output = user("2+2?"), {"role": "assistant", "content": "4", "reasoning_content": "hm"}
     tokens, text = find_trained_span(renderer, [ask, output])
     assert text == "\n<think>hm</think>\n4<|user|>"
-    assert (
-        tokenizer.decode(renderer.build_generation_prompt([ask]).to_ints())
-        == "[gMASK]<sop><|user|>\n2+2?<|assistant|>"
-    )
+    prompt = tokenizer.decode(renderer.build_generation_prompt([ask]).to_ints())
+    assert prompt == "[gMASK]<sop><|user|>\n2+2?<|assistant|>"
     assert renderer.parse_response(tokens) == (output, True)
     tokens, text = find_trained_span(
         renderer, [ask, {"role": "assistant", "content": "I add.", "tool_calls": CALLS}]
     )
-    assert text.startswith(
-        "\n<think></think>\nI add.\n<tool_call>add\n<arg_key>a</arg_key>"
-    ) and text.endswith("</tool_call><|observation|>")
+    assert text.startswith("\n<think></think>\nI add.\n<tool_call>add\n<arg_key>a</arg_key>")
+    assert text.endswith("</tool_call><|observation|>")
     message, ended = renderer.parse_response(tokens)
     assert ended and (message["content"], message["tool_calls"]) == ("I add.", CALLS)
     stops = {tokenizer.convert_ids_to_tokens(i) for i in renderer.get_stop_sequences()}
     assert stops == {"<|user|>", "<|observation|>", tokenizer.eos_token}
     assert renderer.with_end_mark(tokens) == tokens
     assert renderer.parse_response(tokens[:-1])[1] is False
-    example, weights = renderer.build_supervised_example(
-        [ask, output, user("and?"), output], "all_assistant"
-    )
-    both = tokenizer.decode(
-        [i for i, weight in zip(example.to_ints(), weights, strict=True) if weight]
-    )
-    assert both == "\n<think></think>\n4<|user|>\n<think>hm</think>\n4<|user|>"
+    turns = [ask, output, user("and?"), output]
+    example, weights = renderer.build_supervised_example(turns, "all_assistant")
+    trained = [i for i, weight in zip(example.to_ints(), weights, strict=True) if weight]
+    assert tokenizer.decode(trained) == "\n<think></think>\n4<|user|>\n<think>hm</think>\n4<|user|>"
 
 
 @pytest.mark.parametrize("thoughts", ["", "hm"])
@@ -104,18 +98,14 @@ def test_glm_goes_on_from_the_mark_or_refuses(thoughts):
         assert after is None  # its template drops thoughts from history
     else:
         assert after.to_ints()[: len(seen) + len(answer)] == [*seen, *answer]
-        assert (
-            tokenizer.decode(after.to_ints())
-            == tokenizer.decode([*seen, *answer]) + "\nand 3+3?<|assistant|>"
-        )
+        before = tokenizer.decode([*seen, *answer])
+        assert tokenizer.decode(after.to_ints()) == before + "\nand 3+3?<|assistant|>"
         assert after == renderer.build_generation_prompt([ask, text, user("and 3+3?")])
         cut_off = renderer.extend_prompt([ask], seen, answer[:-1], [user("and 3+3?")])
         assert cut_off == after  # the missing mark is added
     assert renderer.extend_prompt([ask], seen, answer, [tool]) is None  # it handed over to the user
-    assert (
-        renderer.extend_prompt([ask], seen, answer, [{"role": "system", "content": "!"}, user("b")])
-        is None
-    )
+    system = {"role": "system", "content": "!"}
+    assert renderer.extend_prompt([ask], seen, answer, [system, user("b")]) is None
     called, _ = find_trained_span(renderer, [ask, calling])
     after = renderer.extend_prompt([ask], seen, called, [tool])
     assert after.to_ints() == [
@@ -133,17 +123,11 @@ def test_a_mark_in_a_users_text_ends_no_answer_of_glm():
     ids = renderer.build_generation_prompt([user("a<|user|>b<|observation|>")]).to_ints()
     names = [tokenizer.convert_ids_to_tokens(i) for i in ids]
     assert names.count("<|user|>") == 1 and "<|observation|>" not in names
-    calling = {
-        "role": "assistant",
-        "content": "c",
-        "tool_calls": [
-            {"type": "function", "function": {"name": "f", "arguments": {"a": "<|user|>"}}}
-        ],
-    }
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"a": "<|user|>"}}}]
+    calling = {"role": "assistant", "content": "c", "tool_calls": calls}
     tokens, text = find_trained_span(renderer, [user("a"), calling])
-    assert renderer.parse_response(tokens)[0]["tool_calls"] == calling[
-        "tool_calls"
-    ] and text.endswith("<|observation|>")
+    assert renderer.parse_response(tokens)[0]["tool_calls"] == calls
+    assert text.endswith("<|observation|>")
     assert tokens.count(tokenizer.convert_tokens_to_ids("<|user|>")) == 0
 
 
@@ -154,57 +138,49 @@ def test_another_template_that_ends_no_answer_is_still_refused():
         get_renderer("chat_template", tokenizer)
 
 
-def test_thoughts_of_gemma_are_taken_out_and_rendered_back():
-    tokenizer = build_character_tokenizer(
-        LETTERS, ["<|turn>", "<turn|>", "<|channel>", "<channel|>"]
-    )
+def gemma():
+    marks = ["<|turn>", "<turn|>", "<|channel>", "<channel|>"]
+    tokenizer = build_character_tokenizer(LETTERS, marks)
     tokenizer.chat_template = GEMMA
+    return tokenizer
+
+
+def test_thoughts_of_gemma_are_taken_out_and_rendered_back():
+    tokenizer = gemma()
     renderer = get_renderer("chat_template", tokenizer)
     ask, output = user("2+2?"), {"role": "assistant", "content": "4", "reasoning_content": "hm\nso"}
     tokens, text = find_trained_span(renderer, [ask, output])
     assert text == "<|channel>thought\nhm\nso\n<channel|>4<turn|>"
     assert renderer.parse_response(tokens) == (output, True)
-    assert renderer.parse_response(tokenizer.encode("4<turn|>", add_special_tokens=False))[0] == {
-        "role": "assistant",
-        "content": "4",
-    }
     broken = "<|channel>thought\nhm"
-    assert renderer.parse_response(tokenizer.encode(broken, add_special_tokens=False)) == (
-        {"role": "assistant", "content": broken},
-        False,
-    )
+    for text, content, ended in (("4<turn|>", "4", True), (broken, broken, False)):
+        message = {"role": "assistant", "content": content}
+        tokens_of = tokenizer.encode(text, add_special_tokens=False)
+        assert renderer.parse_response(tokens_of) == (message, ended)
     seen = renderer.build_generation_prompt([ask]).to_ints()
     # history has no thoughts
     assert renderer.extend_prompt([ask], seen, tokens, [user("and?")]) is None
     plain = tokenizer.encode("4<turn|>", add_special_tokens=False)
-    assert renderer.extend_prompt([ask], seen, plain, [user("and?")]).to_ints()[
-        : len(seen) + len(plain)
-    ] == [*seen, *plain]
+    after = renderer.extend_prompt([ask], seen, plain, [user("and?")]).to_ints()
+    assert after[: len(seen) + len(plain)] == [*seen, *plain]
 
 
 def test_thoughts_of_gemma_while_they_are_drawn():
-    tokenizer = build_character_tokenizer(
-        LETTERS, ["<|turn>", "<turn|>", "<|channel>", "<channel|>"]
-    )
-    tokenizer.chat_template = GEMMA
+    tokenizer = gemma()
     renderer = get_renderer("chat_template", tokenizer)
-    tokens = tokenizer.encode(
-        "<|channel>thought\nhm so\n<channel|>it is 4", add_special_tokens=False
-    )
-    assert not prompt_opens_thoughts(
-        renderer, renderer.build_generation_prompt([user("a")]).to_ints()
-    )
+    answer = "<|channel>thought\nhm so\n<channel|>it is 4"
+    tokens = tokenizer.encode(answer, add_special_tokens=False)
     thinking = get_renderer("chat_template", tokenizer, think=True)
-    assert prompt_opens_thoughts(thinking, thinking.build_generation_prompt([user("a")]).to_ints())
-    text = [
-        parse_partial_answer(renderer, tokens[:n], False, False) for n in range(1, len(tokens) + 1)
-    ]
+    for item, opens in ((renderer, False), (thinking, True)):
+        prompt = item.build_generation_prompt([user("a")]).to_ints()
+        assert prompt_opens_thoughts(item, prompt) == opens
+    ends = range(1, len(tokens) + 1)
+    text = [parse_partial_answer(renderer, tokens[:n], False, False) for n in ends]
     whole = parse_partial_answer(renderer, tokens, False, True)
     assert whole == {"role": "assistant", "content": "it is 4", "reasoning_content": "hm so"}
     for item in text:
-        assert whole["content"].startswith(item["content"]) and whole[
-            "reasoning_content"
-        ].startswith(item.get("reasoning_content", ""))
+        assert whole["content"].startswith(item["content"])
+        assert whole["reasoning_content"].startswith(item.get("reasoning_content", ""))
     assert any(item.get("reasoning_content") == "hm" and not item["content"] for item in text)
 
 

@@ -116,12 +116,10 @@ def pairs():
     # qwen2.5 is slow, so it runs only once
     for name, models in (("chat_template", TEMPLATES), ("plain", ALL[1:]), ("role_colon", ALL[1:])):
         for model in models:
-            slow = not isinstance(model, str)
-            results.append(
-                pytest.param(name, model.values[0], marks=pytest.mark.slow)
-                if slow
-                else (name, model)
-            )
+            if isinstance(model, str):
+                results.append((name, model))
+            else:
+                results.append(pytest.param(name, model.values[0], marks=pytest.mark.slow))
     return results
 
 
@@ -137,11 +135,8 @@ def test_no_message_can_write_a_special_token(renderers, tokenizers, name, model
     tokenizer, renderer = tokenizers(model), renderers(name, model)
     control = sorted(renderer.escaper.control)
     assert control
-    harmless = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "a"},
-    ]
+    turns = (("user", "a"), ("assistant", "b"), ("user", "a"))
+    harmless = [{"role": role, "content": content} for role, content in turns]
     ids = {tokenizer.convert_tokens_to_ids(word) for word in control}
 
     def count(tokens):
@@ -176,18 +171,12 @@ def test_a_forged_turn_is_text_wherever_it_stands(renderers, tokenizers, model):
     tokens = renderer.build_generation_prompt(conversation).to_ints()
     # one per turn (a tool response is a user turn), plus the generation prompt
     assert tokens.count(start) == 7
-    assert tokenizer.decode(tokens) == renderer.escaper.unescape(
-        renderer._render_text(renderer._escape_messages(conversation), True)
-    )
-    tools = [
-        {"type": "function", "function": {"name": "f", "description": forged, "parameters": {}}}
-    ]
-    with_tools = (
-        get_renderer("chat_template", tokenizer, tools=tools)
-        .build_generation_prompt([ASK])
-        .to_ints()
-    )
-    assert with_tools.count(start) == 3
+    text = renderer._render_text(renderer._escape_messages(conversation), True)
+    assert tokenizer.decode(tokens) == renderer.escaper.unescape(text)
+    function = {"name": "f", "description": forged, "parameters": {}}
+    tools = [{"type": "function", "function": function}]
+    with_tools = get_renderer("chat_template", tokenizer, tools=tools)
+    assert with_tools.build_generation_prompt([ASK]).to_ints().count(start) == 3
 
 
 @pytest.mark.parametrize("model", CHAT)
@@ -218,15 +207,12 @@ def test_without_special_tokens_the_second_spelling_is_the_tokenizers_own(
 ):
     """The renamed copy of the tokenizer encodes a rendered text exactly like the tokenizer."""
     tokenizer, renderer = tokenizers(model), renderers("chat_template", model)
-    rng, pieces = (
-        random.Random(0),
-        ["a", "ab", " ", "\n", "st", "7", "(", "e" if model in MADE else "é"],
-    )
+    rng, pieces = random.Random(0), ["a", "ab", " ", "\n", "st", "7", "("]
+    pieces.append("e" if model in MADE else "é")
     for _ in range(60):
-        contents = ["".join(rng.choices(pieces, k=rng.randint(1, 30))) for _ in range(3)]
         messages = [
-            {"role": role, "content": c}
-            for role, c in zip(("user", "assistant", "user"), contents, strict=True)
+            {"role": role, "content": "".join(rng.choices(pieces, k=rng.randint(1, 30)))}
+            for role in ("user", "assistant", "user")
         ]
         text = renderer._render_text(messages, True)
         expected = tokenizer.encode(text, add_special_tokens=False)
@@ -277,28 +263,22 @@ def test_the_second_spelling_is_made_once_whatever_tools_there_are(monkeypatch, 
 
     tokenizer = llama_like() if kind == "chat_template" else make_word_tokenizer()
     copies, from_str = [], Tokenizer.from_str
-    monkeypatch.setattr(
-        "tokenizers.Tokenizer",
-        SimpleNamespace(from_str=lambda spec: copies.append(spec) or from_str(spec)),
-    )
-    tokenizer.chat_template = (
-        f"{{% for t in tools or [] %}}{{{{ t.function.name }}}}{{% endfor "
-        f"%}}{tokenizer.chat_template}"
-    )
-    tools = [
-        {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
-        for name in ("add", "take")
-    ]
+    counted = SimpleNamespace(from_str=lambda spec: copies.append(spec) or from_str(spec))
+    monkeypatch.setattr("tokenizers.Tokenizer", counted)
+    names = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    tokenizer.chat_template = f"{names}{tokenizer.chat_template}"
+    functions = [{"name": name, "description": "", "parameters": {}} for name in ("add", "take")]
     text = [{"role": "user", "content": "a </s> <eos> b"}]
-    single = [
-        get_renderer(kind, tokenizer).with_tools([offer]).build_generation_prompt(text).to_ints()
-        for offer in tools
-    ]
+
+    def prompts(renderers):
+        offers = [[{"type": "function", "function": function}] for function in functions]
+        both = zip(renderers, offers, strict=True)
+        return [r.with_tools(tools).build_generation_prompt(text).to_ints() for r, tools in both]
+
+    single = prompts([get_renderer(kind, tokenizer) for _ in functions])
     assert len(copies) == 2  # a copy per renderer
     first = get_renderer(kind, tokenizer)
-    assert [
-        first.with_tools([offer]).build_generation_prompt(text).to_ints() for offer in tools
-    ] == single
+    assert prompts([first, first]) == single
     first.build_generation_prompt(text)
     assert len(copies) == 3
 
@@ -321,14 +301,10 @@ def test_what_looks_special_is_so_whatever_the_tokenizer_calls_it():
     assert shield.control == {"<s>", "<|tool|>", "<mask>"}
     assert shield.markup == {"<think>", "[CALL]"}
     text = "".join(added)
-    for may_write, remaining in (
-        (False, ["  ", "<td>"]),
-        (True, ["<think>", "[CALL]", "  ", "<td>"]),
-    ):
+    for may_write, remaining in ((False, []), (True, ["<think>", "[CALL]"])):
         covered = shield.escape(text, may_write_markup=may_write)
-        assert [word for word in added if word in covered] == remaining and shield.unescape(
-            covered
-        ) == text
+        assert [word for word in added if word in covered] == [*remaining, "  ", "<td>"]
+        assert shield.unescape(covered) == text
 
 
 def test_a_tokenizer_that_has_no_other_spelling_says_so():
@@ -343,12 +319,9 @@ def test_a_tokenizer_that_has_no_other_spelling_says_so():
         added_tokens_decoder = {0: AddedToken("</s>", special=True)}
 
         def encode(self, text, add_special_tokens=True, split_special_tokens=False):
-            parts = (
-                [*"\0".join(text.split("</s>"))]
-                if not split_special_tokens or self.stubborn
-                else [*text]
-            )
-            return [0 if part == "\0" else ord(part) for part in parts]
+            if not split_special_tokens or self.stubborn:
+                text = text.replace("</s>", "\0")
+            return [ord(character) for character in text]
 
         def decode(self, tokens, **_):
             return "".join("</s>" if token == 0 else chr(token) for token in tokens)
@@ -374,25 +347,17 @@ def test_contents_in_parts_are_their_text(renderers, name, model):
     parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
     text = {"role": "assistant", "content": [{"type": "text", "text": "4"}]}
     requests = {"role": "user", "content": parts}
-    assert (
-        renderer.build_generation_prompt([requests]).to_ints()
-        == renderer.build_generation_prompt([ASK]).to_ints()
-    )
-    first, other = (
-        renderer.build_supervised_example(m)
-        for m in ([requests, text], [ASK, {**text, "content": "4"}])
-    )
+    prompts = [renderer.build_generation_prompt([m]).to_ints() for m in (requests, ASK)]
+    assert prompts[0] == prompts[1]
+    output = {**text, "content": "4"}
+    first, other = map(renderer.build_supervised_example, ([requests, text], [ASK, output]))
     assert first[0].to_ints() == other[0].to_ints() and first[1].tolist() == other[1].tolist()
     for content, says in (
-        (
-            [{"type": "image_url", "image_url": {"url": "x"}}],
-            "has an image, but this renderer writes only text",
-        ),
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "an image, but this .* only text"),
         ([{"type": "video", "video": "x"}], "part of content that is not text .'video'"),
         (["2+2?"], "part of content that is not text"),
-        (None, "content of type NoneType"),
-        (7, "content of type int"),
-    ):
+        (None, "content of type NoneType"), (7, "content of type int"),
+    ):  # fmt: skip
         with pytest.raises(UserError, match=says):
             renderer.build_generation_prompt([{"role": "user", "content": content}])
 
@@ -407,24 +372,17 @@ def test_a_turn_that_the_template_leaves_out_is_an_error(renderers, model):
 
 def test_a_template_that_refuses_is_one_clean_error(tokenizers):
     tokenizer = llama_like()
-    tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
-        + str(tokenizer.chat_template)
-    )
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refuses + str(tokenizer.chat_template)
     renderer = get_renderer("chat_template", tokenizer)
-    with pytest.raises(
-        UserError,
-        match=r"cannot render this conversation \(roles \['system', 'user'\]\): .*no system here",
-    ):
+    says = r"cannot render this conversation \(roles \['system', 'user'\]\): .*no system"
+    with pytest.raises(UserError, match=says):
         renderer.build_generation_prompt([{"role": "system", "content": "a"}, ASK])
 
 
 def test_renderers_of_text_refuse_calls(renderers):
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
-    }
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
     for name in ("plain", "role_colon"):
         with pytest.raises(UserError, match="a message calls tools"):
             renderers(name, "words").build_generation_prompt([ASK, call])

@@ -1,5 +1,6 @@
 """Test renderers on random conversations through the templates of each family."""
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -14,7 +15,7 @@ from rl.renderers import get_renderer
 from rl.renderers.response_parsing import split_calls, split_channels
 from rl.renderers.tool_call_formats import find_call_format
 
-COUNT = 200
+COUNT = 100
 WORDS = (
     "yes", "no", "12", "the answer is", "(a+b)*c", "what?", "x = 1", "-3.5e2", "a: b", "é 数 🙂",
     "Straße", "שלום", "{{ x }}", "a\n\nb",
@@ -43,18 +44,13 @@ _SPECIAL = re.compile(
 # (after text, after a call).
 NEXT = {"glm4moe": ("<|user|>", "<|observation|>")}
 _MARKUP = re.compile(r"</?(think|tool_call|tool_response)>")
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds é and 数",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "text": {"type": "string"}},
-            "required": ["a"],
-        },
-    },
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "text": {"type": "string"}},
+    "required": ["a"],
 }
+FUNCTION = {"name": "add", "description": "Adds é and 数", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
 
 
 def package_template(name):
@@ -85,11 +81,8 @@ def of_package(name, tokenizers):
 def of_folder(name, tokenizers):
     from transformers import AutoTokenizer
 
-    return get_renderer(
-        "chat_template",
-        AutoTokenizer.from_pretrained(tokenizers / name.partition(",")[0]),
-        **FOLDER[name],
-    )
+    tokenizer = AutoTokenizer.from_pretrained(tokenizers / name.partition(",")[0])
+    return get_renderer("chat_template", tokenizer, **FOLDER[name])
 
 
 def make_text(rng: random.Random) -> str:
@@ -103,16 +96,13 @@ def conversation(rng: random.Random, can: set[str]):
         return make_text(rng) + (" \0 " + make_text(rng) if rng.random() < 0.1 else "")
 
     tools = "tools" in can and rng.random() < 0.4
-    messages = (
-        [{"role": "system", "content": text()}] if "system" in can and rng.random() < 0.5 else []
-    )
+    system = "system" in can and rng.random() < 0.5
+    messages = [{"role": "system", "content": text()}] if system else []
     for _ in range(rng.randrange(1, 4)):
         messages.append({"role": "user", "content": text()})
         while tools and rng.random() < 0.4:
-            messages += [
-                answer(rng, can, call=True),
-                {"role": "tool", "name": "add", "content": text()},
-            ]
+            messages.append(answer(rng, can, call=True))
+            messages.append({"role": "tool", "name": "add", "content": text()})
         messages.append(answer(rng, can, call=False))
     if tools and "calls" in can and rng.random() < 0.5:
         messages[-1] = answer(rng, can, call=True)
@@ -125,9 +115,8 @@ def answer(rng, can, call):
         message["reasoning_content"] = make_text(rng).replace("\n\n", " ")
     if call:
         arguments = {"a": rng.randrange(9), "text": rng.choice(["é", "a b", "[1]"])}
-        message["tool_calls"] = [
-            {"type": "function", "function": {"name": "add", "arguments": arguments}}
-        ]
+        function = {"name": "add", "arguments": arguments}
+        message["tool_calls"] = [{"type": "function", "function": function}]
         if "one_call" in can:
             message["content"] = ""
     return message
@@ -140,16 +129,11 @@ def fill_messages(messages, word):
 def probe_template_features(renderer, name) -> set[str]:
     """Return what the template accepts when tried, plus what the table says can be parsed back."""
     template, result = str(renderer.tokenizer.chat_template), set()
-    try:
-        renderer.build_generation_prompt(
-            [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-        )
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    with contextlib.suppress(UserError):
+        renderer.build_generation_prompt(messages)
         result.add("system")
-    except UserError:
-        pass
-    known = PACKAGE.get(
-        name, "calls" if name == "qwen2.5" else "thoughts calls" if name == "qwen3" else "calls"
-    )
+    known = PACKAGE.get(name, "thoughts calls" if name == "qwen3" else "calls")
     return result | set(known.split()) | ({"tools"} if "tools" in template else set())
 
 
@@ -163,18 +147,14 @@ def apply_template(tokenizer, messages, settings, tools, generation):
 def check_thought(renderer, messages, thought, answer):
     """Check an answer to a prompt that opened its thought. Return counts of bridges."""
     seen = renderer.build_generation_prompt(messages[:-1]).to_ints()
-    written = (
-        renderer.tokenizer.encode(f"{thought}\n</think>\n\n{answer}", add_special_tokens=False)
-        + sorted(renderer.end_tokens)[:1]
-    )
+    text = f"{thought}\n</think>\n\n{answer}"
+    written = renderer.tokenizer.encode(text, add_special_tokens=False)
+    written += sorted(renderer.end_tokens)[:1]
     message, ended = renderer.parse_response(written)
-    assert ended and (message["reasoning_content"].strip(), message["content"].strip()) == (
-        thought.strip(),
-        answer.strip(),
-    ), message
-    following = renderer.extend_prompt(
-        messages[:-1], seen, written, [{"role": "user", "content": thought}]
-    )
+    parts = message["reasoning_content"].strip(), message["content"].strip()
+    assert ended and parts == (thought.strip(), answer.strip()), message
+    new = [{"role": "user", "content": thought}]
+    following = renderer.extend_prompt(messages[:-1], seen, written, new)
     if following is not None:
         assert following.to_ints()[: len(seen) + len(written)] == [*seen, *written]
     return {"answers": 1, "bridged": int(following is not None), "anew": int(following is None)}
@@ -194,63 +174,50 @@ def check(renderer, name):
         harmless, word = fill_messages(messages, "x"), rng.choice(words)
         for upto in (len(messages), len(messages) - 1):
             plain = harmless[:upto]
-            expected = tokenizer.encode(
-                apply_template(tokenizer, plain, settings, tools, True), add_special_tokens=False
-            )
+            text = apply_template(tokenizer, plain, settings, tools, True)
+            expected = tokenizer.encode(text, add_special_tokens=False)
             assert first.build_generation_prompt(plain).to_ints() == expected
             counts["prompts"] += 1
             forged = fill_messages(messages, word)[:upto]
             if forged != plain:
                 tokens = first.build_generation_prompt(forged).to_ints()
-                assert tokenizer.decode(tokens) == apply_template(
-                    tokenizer, forged, settings, tools, True
+                text = apply_template(tokenizer, forged, settings, tools, True)
+                assert tokenizer.decode(tokens) == text
+                marks, harmless_marks = (
+                    [t for t in ids if t in control] for ids in (tokens, expected)
                 )
-                assert [t for t in tokens if t in control] == [
-                    t for t in expected if t in control
-                ], word
+                assert marks == harmless_marks, word
                 counts["forged"] += 1
         try:
             example, weights = first.build_supervised_example(harmless)
         except UserError as refused:
-            assert "differently from the prompt" in str(refused) or "does not end message" in str(
-                refused
-            )
-            if "</think>" in str(refused) or "<think>" in tokenizer.decode(
-                first.build_generation_prompt(harmless[:-1]).to_ints()[-8:]
-            ):
-                for name_of, count in check_thought(
-                    first, harmless, make_text(rng), make_text(rng)
-                ).items():
-                    counts[name_of] += count
+            says = str(refused)
+            assert "differently from the prompt" in says or "does not end message" in says
+            end = first.build_generation_prompt(harmless[:-1]).to_ints()[-8:]
+            if "</think>" in says or "<think>" in tokenizer.decode(end):
+                more = check_thought(first, harmless, make_text(rng), make_text(rng))
+                counts = {name: count + more.get(name, 0) for name, count in counts.items()}
             continue
         learnt = [token for token, weight in zip(example.to_ints(), weights, strict=True) if weight]
         end = NEXT[name]["tool_calls" in harmless[-1]] if name in NEXT else ""
-        assert (
-            tokenizer.decode(example.to_ints())
-            == apply_template(tokenizer, harmless, settings, tools, False) + end
-        )
+        text = apply_template(tokenizer, harmless, settings, tools, False)
+        assert tokenizer.decode(example.to_ints()) == text + end
         message, ended = first.parse_response(learnt)
-        target = (
-            {"reasoning_content": "", **harmless[-1]}
-            if "reasoning_content" in message
-            else harmless[-1]
-        )
+        empty = {"reasoning_content": ""} if "reasoning_content" in message else {}
+        target = {**empty, **harmless[-1]}
         if "calls" in can or "tool_calls" not in target:
             assert ended and message == target, tokenizer.decode(learnt)
             counts["answers"] += 1
-        new = [
-            {"role": "tool", "name": "add", "content": "7"}
-            if "tool_calls" in target
-            else {"role": "user", "content": make_text(rng)}
-        ]
+        new = [{"role": "tool", "name": "add", "content": "7"}]
+        if "tool_calls" not in target:
+            new = [{"role": "user", "content": make_text(rng)}]
         seen = first.build_generation_prompt(harmless[:-1]).to_ints()
         following = first.extend_prompt(harmless[:-1], seen, learnt, new)
         counts["anew" if following is None else "bridged"] += 1
         if following is not None:
             assert following.to_ints()[: len(seen) + len(learnt)] == [*seen, *learnt]
-            assert tokenizer.decode(following.to_ints()) == apply_template(
-                tokenizer, [*harmless, *new], settings, tools, True
-            )
+            text = apply_template(tokenizer, [*harmless, *new], settings, tools, True)
+            assert tokenizer.decode(following.to_ints()) == text
     return counts
 
 
@@ -260,29 +227,19 @@ def check(renderer, name):
 )
 def test_the_tokenizers_own_templates(name, shared_data):
     counts = check(of_folder(name, shared_data / "tokenizers"), name)
-    assert counts["prompts"] == 2 * COUNT and counts["forged"] > 30
+    assert counts["prompts"] == 2 * COUNT and counts["forged"] > 0.15 * COUNT
     assert counts["answers"] > 0.9 * COUNT or name == "qwen3, no thinking"
 
 
 def test_calls_by_parts_are_read_by_their_types():
     """Check by hand Qwen3.5's format, which does not mark whether a value is text."""
-    typed = {
-        "function": {
-            "name": "f",
-            "parameters": {
-                "properties": {"n": {"type": "integer"}, "s": {"type": "string"}, "l": {}}
-            },
-        }
-    }
-    text = (
-        "So.\n\n<tool_call>\n<function=f>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\n7\n"
-        "</parameter>\n<parameter=l>\n[1, 2]\n"
-        "</parameter>\n<parameter=m>\n7\n8\n</parameter>\n</function>\n</tool_call>"
-    )
-    call = {
-        "type": "function",
-        "function": {"name": "f", "arguments": {"n": 7, "s": "7", "l": [1, 2], "m": "7\n8"}},
-    }
+    properties = {"n": {"type": "integer"}, "s": {"type": "string"}, "l": {}}
+    typed = {"function": {"name": "f", "parameters": {"properties": properties}}}
+    written = {"n": "7", "s": "7", "l": "[1, 2]", "m": "7\n8"}
+    parameters = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in written.items())
+    text = f"So.\n\n<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+    arguments = {"n": 7, "s": "7", "l": [1, 2], "m": "7\n8"}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     assert split_calls(text, [typed]) == ("So.", [call], [])
     for broken, why in (
         (text[:-20], "was not finished"),
@@ -293,20 +250,17 @@ def test_calls_by_parts_are_read_by_their_types():
         assert make_text == broken and not calls and why in unparsed[0]["error"]
 
 
-@pytest.mark.parametrize(
-    ("schema", "text", "value"),
-    [
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12345", "12345"),
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
-        ({"type": ["string", "null"]}, "true", "true"),
-        ({"type": ["string", "integer"]}, "7", 7),
-        ({"oneOf": [{"type": "string"}, {"type": "array"}]}, '["a"]', ["a"]),
-        ({"anyOf": [{"type": "number"}, {"type": "null"}]}, "7", 7),
-        ({"anyOf": [True, {"type": "number"}]}, "7", 7),
-        ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
-        (None, "7", "7"),
-    ],
-)
+@pytest.mark.parametrize(("schema", "text", "value"), [
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12345", "12345"),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+    ({"type": ["string", "null"]}, "true", "true"),
+    ({"type": ["string", "integer"]}, "7", 7),
+    ({"oneOf": [{"type": "string"}, {"type": "array"}]}, '["a"]', ["a"]),
+    ({"anyOf": [{"type": "number"}, {"type": "null"}]}, "7", 7),
+    ({"anyOf": [True, {"type": "number"}]}, "7", 7),
+    ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+    (None, "7", "7"),
+])  # fmt: skip
 def test_a_parameter_that_may_be_a_text_stays_a_text(schema, text, value):
     properties = None if schema is None else {"p": schema}
     tool = {"function": {"name": "f", "parameters": {"properties": properties}}}
@@ -335,7 +289,7 @@ def test_messages_with_channels_are_read_by_hand():
 @pytest.mark.parametrize("name", PACKAGE)
 def test_templates_of_other_families(name, shared_data):
     counts = check(of_package(name, shared_data / "tokenizers"), name)
-    assert counts["prompts"] == 2 * COUNT and counts["forged"] > 30
+    assert counts["prompts"] == 2 * COUNT and counts["forged"] > 0.15 * COUNT
 
 
 @pytest.mark.slow
@@ -347,31 +301,24 @@ def test_calls_of_glm_are_read_as_its_template_writes_them(shared_data):
     form, rng = find_call_format(tokenizer.chat_template), random.Random("glm")
     for _ in range(COUNT):
         message = answer(rng, set(), call=True)
-        message["tool_calls"] = [
-            answer(rng, set(), call=True)["tool_calls"][0] for _ in range(rng.randrange(1, 4))
-        ]
-        text = apply_template(
-            tokenizer, [{"role": "user", "content": "a"}, message], {}, True, False
-        )
+        more = [answer(rng, set(), call=True)["tool_calls"] for _ in range(rng.randrange(1, 4))]
+        message["tool_calls"] = sum(more, [])
+        messages = [{"role": "user", "content": "a"}, message]
+        text = apply_template(tokenizer, messages, {}, True, False)
         content, calls, unparsed = form.parse(text.rpartition("</think>")[2], [TOOL])
         assert (content.strip(), calls, unparsed) == (message["content"], message["tool_calls"], [])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "why"), [("muse_glimmer", "an unsupported form")])
-def test_a_template_that_cannot_be_read_back_is_refused(name, why, shared_data):
-    with pytest.raises(UserError, match=why):
-        of_package(name, shared_data / "tokenizers")
+def test_a_template_that_cannot_be_read_back_is_refused(shared_data):
+    with pytest.raises(UserError, match="an unsupported form"):
+        of_package("muse_glimmer", shared_data / "tokenizers")
 
 
 @pytest.mark.slow
 def test_an_answer_that_ends_otherwise_in_history_is_not_learnt_there(shared_data):
     """gpt-oss ends the last answer with <|return|> and earlier answers with <|end|>."""
-    renderer, ask = (
-        of_package("gptoss", shared_data / "tokenizers"),
-        {"role": "user", "content": "a"},
-    )
+    renderer = of_package("gptoss", shared_data / "tokenizers")
+    both = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(UserError, match="last_assistant"):
-        renderer.build_supervised_example(
-            [ask, {"role": "assistant", "content": "b"}] * 2, "all_assistant"
-        )
+        renderer.build_supervised_example(both * 2, "all_assistant")

@@ -18,6 +18,7 @@ from test_rollout import (
     PARAMS,
     CountdownEnv,
     CountdownGroupBuilder,
+    Of,
     check_owed,
     get_tokens,
     list_owed_results,
@@ -64,35 +65,21 @@ def run_continuous(builders, sampler, *, params=PARAMS, seed, event_log=None, **
 
 def describe_rollouts(rollouts):
     """Return all results except logprobs."""
-    return [
-        [
-            [
-                (
-                    t.ob.to_ints(),
-                    t.ac.tokens,
-                    t.ac.stop_reason,
-                    t.reward,
-                    t.episode_done,
-                    t.truncated,
-                    t.metrics,
-                )
-                for t in e.transitions
-            ]
-            for e in g.trajectories_G
-        ]
-        + [g.final_rewards_G, g.metrics_G, g.tag, g.problem_index]
-        for g in rollouts.groups
-    ], rollouts.errors
+
+    def describe(t):
+        ends = t.ac.stop_reason, t.reward, t.episode_done, t.truncated, t.metrics
+        return t.ob.to_ints(), t.ac.tokens, *ends
+
+    groups = []
+    for g in rollouts.groups:
+        turns = [[describe(t) for t in e.transitions] for e in g.trajectories_G]
+        groups.append((turns, g.final_rewards_G, g.metrics_G, g.tag, g.problem_index))
+    return groups, rollouts.errors
 
 
 def logprobs(rollouts):
-    return [
-        lp
-        for g in rollouts.groups
-        for e in g.trajectories_G
-        for t in e.transitions
-        for lp in t.ac.logprobs
-    ]
+    episodes = [episode for group in rollouts.groups for episode in group.trajectories_G]
+    return [lp for episode in episodes for turn in episode.transitions for lp in turn.ac.logprobs]
 
 
 class SlowEnv(CountdownEnv):
@@ -111,39 +98,19 @@ class AsyncEnv(CountdownEnv):
         return super().step(action)
 
 
-class Of(CountdownGroupBuilder):
-    def __init__(self, kind, *words, **more):
-        super().__init__(*words, **more)
-        self.kind = kind
-
-    def make_envs(self):
-        return [self.kind(self.first, turns, self.limit) for turns in self.turns]
-
-
 @pytest.mark.parametrize("kind", [CountdownEnv, SlowEnv, AsyncEnv])
 def test_the_same_samples_as_turn_by_turn_whoever_is_slow(sampler, kind):
     turns = [[1, 3], [2, 2, 5], [4], [1, 1, 1]]
-    expected = rollout(
-        [CountdownGroupBuilder(i, t, limit=i == 1) for i, t in enumerate(turns)],
-        sampler,
-        PARAMS,
-        seed=5,
-    )
+    builders = [CountdownGroupBuilder(i, t, limit=i == 1) for i, t in enumerate(turns)]
+    expected = rollout(builders, sampler, PARAMS, seed=5)
     for limit, steps in ((256, 16), (2, 1)):
-        result = run_continuous(
-            [Of(kind, i, t, limit=i == 1) for i, t in enumerate(turns)],
-            sampler,
-            seed=5,
-            max_environments=limit,
-            steps=steps,
-        )
+        builders = [Of(kind, i, t, limit=i == 1) for i, t in enumerate(turns)]
+        sizes = {"max_environments": limit, "steps": steps}
+        result = run_continuous(builders, sampler, seed=5, **sizes)
         assert describe_rollouts(result) == describe_rollouts(expected)
         np.testing.assert_allclose(logprobs(result), logprobs(expected), atol=1e-5)
-        for name in ("emitted_tokens", "finished_samples", "prefill_prompts"):
-            if name != "prefill_prompts" or steps == 16:
-                assert result.counters[name] >= expected.counters[name] * (
-                    name != "prefill_prompts"
-                )
+        for name in ("emitted_tokens", "finished_samples"):
+            assert result.counters[name] >= expected.counters[name]
 
 
 @pytest.mark.parametrize("place", ["inline", "process"])
@@ -162,20 +129,17 @@ def test_answers_to_problems_are_scored_as_they_come(sampler, place):
     assert result.counters["prefill_tokens"] == expected.counters["prefill_tokens"]
 
 
-def test_a_built_in_game_and_tools_play_alike(sampler):
+def test_a_built_in_game_plays_alike(sampler):
     renderer = get_renderer("plain", sampler.get_tokenizer())
     spec = parse_environment("guess_number", {})
-    groups = [
-        EnvironmentGroup(spec, Problem((), {"seed": i}, index=i), 3, renderer) for i in range(3)
-    ]
     params = SamplingParams(max_tokens=3, temperature=1.0)
-    again = [
-        EnvironmentGroup(spec, Problem((), {"seed": i}, index=i), 3, renderer) for i in range(3)
-    ]
-    expected, result = (
-        rollout(groups, sampler, params, seed=4),
-        run_continuous(again, sampler, params=params, seed=4),
-    )
+
+    def groups():
+        problems = [Problem((), {"seed": i}, index=i) for i in range(3)]
+        return [EnvironmentGroup(spec, problem, 3, renderer) for problem in problems]
+
+    expected = rollout(groups(), sampler, params, seed=4)
+    result = run_continuous(groups(), sampler, params=params, seed=4)
     assert describe_rollouts(result) == describe_rollouts(expected)
 
 
@@ -193,20 +157,12 @@ class HangingEnv(CountdownEnv):
 
 
 def test_an_environment_that_never_answers_costs_its_episode_within_its_limit(sampler):
-    start = time.monotonic()
-    result = run_continuous(
-        [Of(HangingEnv, 0, [1, 2, 3, 1]), Of(HangingEnv, 1, [1, 1])],
-        sampler,
-        seed=1,
-        max_environments=2,
-        env_timeout=0.5,
-    )
+    start, groups = time.monotonic(), [Of(HangingEnv, 0, [1, 2, 3, 1]), Of(HangingEnv, 1, [1, 1])]
+    result = run_continuous(groups, sampler, seed=1, max_environments=2, env_timeout=0.5)
     assert time.monotonic() - start < 10
     assert [len(g.trajectories_G) for g in result.groups] == [2, 2]
-    assert sorted(result.errors) == [
-        "broke",
-        "the environment count, episode 1 of row 0, was not done within its 0.5 s",
-    ]
+    late = "the environment count, episode 1 of row 0, was not done within its 0.5 s"
+    assert sorted(result.errors) == ["broke", late]
 
 
 class ConcurrencyCountingEnv(CountdownEnv):
@@ -215,21 +171,19 @@ class ConcurrencyCountingEnv(CountdownEnv):
     lock, working, most = threading.Lock(), 0, 0
 
     def step(self, action):
-        with ConcurrencyCountingEnv.lock:
-            ConcurrencyCountingEnv.working += 1
-            ConcurrencyCountingEnv.most = max(
-                ConcurrencyCountingEnv.most, ConcurrencyCountingEnv.working
-            )
+        counts = ConcurrencyCountingEnv
+        with self.lock:
+            counts.working += 1
+            counts.most = max(counts.most, counts.working)
         time.sleep(0.01)
-        with ConcurrencyCountingEnv.lock:
-            ConcurrencyCountingEnv.working -= 1
+        with self.lock:
+            counts.working -= 1
         return super().step(action)
 
 
 def test_at_most_max_environments_work_at_the_same_time(sampler):
-    result = run_continuous(
-        [Of(ConcurrencyCountingEnv, 0, [2] * 12)], sampler, seed=1, max_environments=3
-    )
+    groups = [Of(ConcurrencyCountingEnv, 0, [2] * 12)]
+    result = run_continuous(groups, sampler, seed=1, max_environments=3)
     assert len(result.groups[0].trajectories_G) == 12 and 1 < ConcurrencyCountingEnv.most <= 3
 
 
@@ -277,42 +231,25 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
             made.append(group)
         return made
 
-    first = run_continuous(
-        groups(random.Random(1), True),
-        sampler,
-        seed=3,
-        steps=2,
-        env_timeout=0.6,
-        event_log=EventLog(log.append),
-    )
+    def play(chances, fails, event_log, **more):
+        made = groups(random.Random(chances), fails)
+        return run_continuous(made, sampler, seed=3, steps=2, event_log=event_log, **more)
+
+    first = play(1, True, EventLog(log.append), env_timeout=0.6)
     second: list = []
-    again = run_continuous(
-        groups(random.Random(2), False),
-        sampler,
-        seed=3,
-        steps=2,
-        env_timeout=9,
-        event_log=ReplayedEventLog(log, second.append),
-    )
-    assert (
-        len(first.errors) == 1
-        and describe_rollouts(again) == describe_rollouts(first)
-        and logprobs(again) == logprobs(first)
-        and second == log
-    )
-    assert again.counters == first.counters and len(log) > 5
-    other = run_continuous(
-        groups(random.Random(2), False), sampler, seed=3, steps=2, event_log=EventLog()
-    )
+    again = play(2, False, ReplayedEventLog(log, second.append), env_timeout=9)
+    assert len(first.errors) == 1 and second == log and len(log) > 5
+    assert describe_rollouts(again) == describe_rollouts(first)
+    assert logprobs(again) == logprobs(first) and again.counters == first.counters
+    other = play(2, False, EventLog())
     assert get_tokens(other.groups[0]) == get_tokens(first.groups[0])
 
 
 def test_a_log_of_another_run_is_refused(sampler):
     log = [{"tick": 0, "arrived": [[0, 0], [0, 1]]}, {"tick": 1, "arrived": [[5, 0]]}]
+    group = CountdownGroupBuilder(0, [2, 2])
     with pytest.raises(Exception, match="log of decisions belongs to another run"):
-        run_continuous(
-            [CountdownGroupBuilder(0, [2, 2])], sampler, seed=3, event_log=ReplayedEventLog(log)
-        )
+        run_continuous([group], sampler, seed=3, event_log=ReplayedEventLog(log))
 
 
 class WrongSeatEnvironment(Environment):
@@ -325,11 +262,9 @@ class WrongSeatEnvironment(Environment):
         return "1+"
 
     def step(self, answer):
-        return (
-            TurnResult("2", reward=1.0, seat=1)
-            if self.member == 1
-            else TurnResult(reward=2.0, done=True)
-        )
+        if self.member == 1:
+            return TurnResult("2", reward=1.0, seat=1)
+        return TurnResult(reward=2.0, done=True)
 
 
 def test_a_seat_of_nobody_costs_its_episode_and_a_group_that_is_not_made_itself(sampler):
@@ -339,9 +274,8 @@ def test_a_seat_of_nobody_costs_its_episode_and_a_group_that_is_not_made_itself(
         async def make_envs(self):
             raise OSError("no luck")
 
-    game = EnvironmentGroup(
-        resolve_environment(WrongSeatEnvironment), Problem((), {}, index=0), 2, renderer
-    )
+    spec = resolve_environment(WrongSeatEnvironment)
+    game = EnvironmentGroup(spec, Problem((), {}, index=0), 2, renderer)
     result = run_continuous([game, TinkerGroup(FailingGroupBuilder(), 1)], sampler, seed=1)
     assert [group.get_total_rewards() for group in result.groups] == [[2.0]], result.errors
     first, second = result.errors
@@ -363,9 +297,7 @@ class CloseCountingEnv(CountdownEnv):
         if self.options == where:
             raise EpisodeFailed(f"no {where}")
         return (
-            DeferredResult(where == "score" or self.options == f"promised {where}", answer)
-            if not self.blocks
-            else answer
+            answer if self.blocks else DeferredResult(self.options == f"promised {where}", answer)
         )
 
     def close(self):
@@ -397,11 +329,7 @@ def test_every_environment_is_closed_once_however_its_episode_ends(sampler, play
     for env, options in zip(envs, hows, strict=True):
         env.options, env.blocks = options, blocks
     group.make_envs = lambda: envs
-    result = (
-        rollout([group], sampler, PARAMS, seed=3)
-        if play is rollout
-        else run_continuous([group], sampler, seed=3)
-    )
+    result = play([group], sampler, params=PARAMS, seed=3)
     assert len(result.errors) == len(hows) - 1 and len(result.groups[0].trajectories_G) == 1
     assert [env.closed for env in envs] == [1] * len(hows)
 
@@ -415,12 +343,12 @@ class SleepingEnv(CountdownEnv):
     blocks = False
 
     def step(self, action):
-        time.sleep(0.05)
+        time.sleep(0.02)
         return super().step(action)
 
 
 def test_steps_in_the_callers_thread_count_as_scoring(sampler):
-    assert rollout([Of(SleepingEnv, 0, [1, 1])], sampler, PARAMS, seed=1).score_seconds >= 0.1
+    assert rollout([Of(SleepingEnv, 0, [1, 1])], sampler, PARAMS, seed=1).score_seconds >= 0.04
 
 
 class ThreadBoundEnv(CountdownEnv):
@@ -442,9 +370,8 @@ class ThreadBoundEnv(CountdownEnv):
 
 
 def test_lockstep_calls_environments_in_its_thread_in_their_order(sampler):
-    result = rollout(
-        [Of(ThreadBoundEnv, 0, [2, 3]), Of(ThreadBoundEnv, 1, [4])], sampler, PARAMS, seed=1
-    )
+    groups = [Of(ThreadBoundEnv, 0, [2, 3]), Of(ThreadBoundEnv, 1, [4])]
+    result = rollout(groups, sampler, PARAMS, seed=1)
     assert not result.errors and ThreadBoundEnv.order == [2, 3, 4, 2, 3, 4, 3, 4, 4]
 
 
@@ -469,9 +396,8 @@ class BatchRewardEnv(CountdownEnv):
 
 
 def test_lockstep_scores_a_turn_in_a_single_batch(sampler):
-    result = rollout(
-        [Of(BatchRewardEnv, 0, [1] * 5), Of(BatchRewardEnv, 1, [1] * 3)], sampler, PARAMS, seed=1
-    )
+    groups = [Of(BatchRewardEnv, 0, [1] * 5), Of(BatchRewardEnv, 1, [1] * 3)]
+    result = rollout(groups, sampler, PARAMS, seed=1)
     assert not result.errors and BatchRewardEnv.batches == [8]
 
 
@@ -510,25 +436,25 @@ def test_a_call_that_is_cancelled_fails_and_calls_in_a_queue_have_their_whole_ti
         raise asyncio.CancelledError
 
     async def works():
-        time.sleep(0.2)
+        time.sleep(0.12)
         return 1
 
     async def hangs():
-        time.sleep(2)
+        time.sleep(1.5)
 
-    loop = EventLoopThread("a loop", 0.5)
+    loop = EventLoopThread("a loop", 0.4)
     with pytest.raises(EpisodeFailed, match="a loop raised CancelledError"):
         loop.submit(cancelled).result()
     executor = EnvExecutor(9)
-    for i in range(5):  # one second in total
+    for i in range(5):  # 0.6 s in total
         executor.watch((0, i), loop.submit(works))
     executor.wait({(0, i) for i in range(5)})
     assert [executor.take_result((0, i)) for i in range(5)] == [1] * 5
     start = time.monotonic()
     for call in [loop.submit(hangs) for _ in range(3)]:
-        with pytest.raises(EpisodeFailed, match=r"was not done within its 0.5 s"):
+        with pytest.raises(EpisodeFailed, match="was not done within its 0.4 s"):
             call.result()
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 1.2
     loop.close()
 
 

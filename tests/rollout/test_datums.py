@@ -39,7 +39,7 @@ def test_one_turn_by_hand():
     }
 
 
-def test_advantages_may_be_an_array():
+def test_turns_that_continue_merge_into_one_datum_whatever_holds_their_advantages():
     turns = [turn([1, 2], [3], [-1.0]), turn([1, 2, 3, 4], [5, 6], [-2.0, -3.0])]
     for advantages in ([0.5, 1.5], np.array([0.5, 1.5]), (0.5, 1.5)):
         (datum,) = trajectory_to_datums(Trajectory(turns), advantages)
@@ -47,31 +47,9 @@ def test_advantages_may_be_an_array():
     for advantage in (2, np.float64(2.0), np.array(2.0)):
         (datum,) = trajectory_to_datums(Trajectory(turns), advantage)
         assert fields(datum)["advantages"] == [0.0, 2.0, 0.0, 2.0, 2.0]
-
-
-def test_turns_that_continue_merge_into_one_datum():
-    episode = Trajectory(
-        [turn([1, 2], [3], [-1.0]), turn([1, 2, 3, 4], [5, 6], [-2.0, -3.0])], advantage=-1.0
-    )
-    (datum,) = trajectory_to_datums(episode)
     assert datum.model_input.to_ints() == [1, 2, 3, 4, 5]
     assert fields(datum)["mask"] == [0.0, 1.0, 0.0, 1.0, 1.0]
     assert fields(datum)["logprobs"] == [0.0, -1.0, 0.0, -2.0, -3.0]
-
-
-def test_a_turn_that_does_not_continue_starts_a_new_datum():
-    episode = Trajectory(
-        [turn([1, 2], [3], [-1.0]), turn([1, 9], [5], [-2.0]), turn([1, 9, 5, 7], [8], [-4.0])],
-        advantage=1.0,
-    )
-    first, second = trajectory_to_datums(episode)
-    assert first.model_input.to_ints() == [1, 2] and fields(first)["target_tokens"] == [2, 3]
-    assert second.model_input.to_ints() == [1, 9, 5, 7] and fields(second)["mask"] == [
-        0.0,
-        1.0,
-        0.0,
-        1.0,
-    ]
 
 
 @pytest.mark.parametrize("more", [0, 1, 3])
@@ -80,54 +58,30 @@ def test_one_differing_token_anywhere_starts_a_new_datum(at, more):
     """The token may be in the observation or the action, at any position, for any length of the
     next observation.
     """
-    so_far = [1, 2, 3, 4, 5]
-    changed = [*so_far[:at], 9, *so_far[at + 1 :], *[7] * more]
-    first, second = trajectory_to_datums(
-        Trajectory(
-            [turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn(changed, [8], [-3.0])], advantage=1.0
-        )
-    )
-    assert first.model_input.to_ints() == [1, 2, 3, 4] and fields(first)["target_tokens"] == [
-        2,
-        3,
-        4,
-        5,
-    ]
-    assert second.model_input.to_ints() == changed and fields(second)["mask"] == [0.0] * (
-        len(changed) - 1
-    ) + [1.0]
+    so_far, first_turn = [1, 2, 3, 4, 5], turn([1, 2, 3], [4, 5], [-1.0, -2.0])
+    same = [*so_far, *[7] * more]
+    changed = [*same[:at], 9, *same[at + 1 :]]
+    turns = [first_turn, turn(changed, [8], [-3.0])]
+    first, second = trajectory_to_datums(Trajectory(turns, advantage=1.0))
+    assert first.model_input.to_ints() == [1, 2, 3, 4]
+    assert fields(first)["target_tokens"] == [2, 3, 4, 5]
+    assert second.model_input.to_ints() == changed
+    assert fields(second)["mask"] == [0.0] * (len(changed) - 1) + [1.0]
     assert (first.episode_share, second.episode_share) == (2 / 3, 1 / 3)
-    (item,) = trajectory_to_datums(
-        Trajectory(
-            [turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([*so_far, *[7] * more], [8], [-3.0])],
-            advantage=1.0,
-        )
-    )
-    assert item.model_input.to_ints() == [*so_far, *[7] * more] and item.episode_share == 1.0
+    turns = [first_turn, turn(same, [8], [-3.0])]
+    (item,) = trajectory_to_datums(Trajectory(turns, advantage=1.0))
+    assert item.model_input.to_ints() == same and item.episode_share == 1.0
 
 
-@pytest.mark.parametrize("next_", [[], [1], [1, 2, 3, 4]])
-def test_an_observation_that_is_shorter_than_what_came_before_starts_a_new_datum(next_):
+@pytest.mark.parametrize("following", [[6], [1, 6], [1, 2, 3, 4, 6], [1, 2, 3, 4]])
+def test_an_observation_that_is_shorter_than_what_came_before_starts_a_new_datum(following):
     """The shorter observation may be a prefix of the previous tokens, as in an episode that was
     rolled back.
     """
-    episode = Trajectory(
-        [turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([*next_, 6], [8, 9], [-3.0, -4.0])],
-        advantage=1.0,
-    )
-    first, second = trajectory_to_datums(episode)
-    assert first.model_input.to_ints() == [1, 2, 3, 4] and second.model_input.to_ints() == [
-        *next_,
-        6,
-        8,
-    ]
-    taken_back = Trajectory(
-        [turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn([1, 2, 3, 4], [8], [-3.0])], advantage=1.0
-    )
-    assert [datum.model_input.to_ints() for datum in trajectory_to_datums(taken_back)] == [
-        [1, 2, 3, 4],
-        [1, 2, 3, 4],
-    ]
+    turns = [turn([1, 2, 3], [4, 5], [-1.0, -2.0]), turn(following, [8, 9], [-3.0, -4.0])]
+    first, second = trajectory_to_datums(Trajectory(turns, advantage=1.0))
+    assert first.model_input.to_ints() == [1, 2, 3, 4]
+    assert second.model_input.to_ints() == [*following, 8]
 
 
 def test_inputs_keep_tokens_of_their_own():
@@ -198,44 +152,27 @@ def datum_of(n: int = 4, **fields_) -> Datum:
     return Datum(ModelInput.from_ints(list(range(n))), base | fields_)
 
 
-def test_the_misaligned_datum_of_the_quick_reference_is_told_how_to_pad():
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"datum 3: 'logprobs' has 2 values, the model_input has 4 tokens.*\[0\.0\] \* 2 \+ "
-            r"logprobs"
-        ),
-    ):
-        check(datum_of(logprobs=[-1.0, -2.0]))
-
-
 def test_one_number_for_all_tokens_is_refused_where_the_datum_is_made():
     with pytest.raises(ValueError, match=r"one value a token.*\[0.5\] \* n"):
         datum_of(advantages=0.5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"target_tokens": [1, 2, 3, 10]},
-            "target_tokens holds the id 10; the model's ids are 0 to 9",
-        ),
-        ({"target_tokens": [1, 2, 3, -100]}, "target_tokens holds the id -100"),
-        ({"advantages": [0.0, float("nan"), 0.0, 0.0]}, "NaN"),
-        ({"advantages": [[0.0]] * 4}, "shape"),
-    ],
-)
-def test_other_malformed_datums(changes, message):
+KNOWN = ("target_tokens", "advantages", "logprobs")
+
+
+@pytest.mark.parametrize(("changes", "options", "message"), [
+    ({"logprobs": [-1.0, -2.0]}, {},  # how to pad
+     r"datum 3: 'logprobs' has 2 values, the model_input has 4 tokens.*\[0\.0\] \* 2 \+ logprobs"),
+    ({"target_tokens": [1, 2, 3, 10]}, {}, "holds the id 10; the model's ids are 0 to 9"),
+    ({"target_tokens": [1, 2, 3, -100]}, {}, "target_tokens holds the id -100"),
+    ({"advantages": [0.0, float("nan"), 0.0, 0.0]}, {}, "NaN"),
+    ({"advantages": [[0.0]] * 4}, {}, "shape"),
+    ({}, {"required": ("reward",)}, r"lacks loss_fn_inputs\['reward'\]"),
+    ({"extra": [1.0] * 4}, {"known": KNOWN}, "'extra', which this loss does not use"),
+])  # fmt: skip
+def test_malformed_datums_are_named(changes, options, message):
     with pytest.raises(ValueError, match=message):
-        check(datum_of(**changes))
-
-
-def test_missing_and_unknown_fields_are_named():
-    with pytest.raises(ValueError, match=r"lacks loss_fn_inputs\['reward'\]"):
-        check(datum_of(), required=("reward",))
-    with pytest.raises(ValueError, match="'extra', which this loss does not use"):
-        check(datum_of(extra=[1.0] * 4), known=("target_tokens", "advantages", "logprobs"))
+        check(datum_of(**changes), **options)
 
 
 def test_soft_targets_need_weights_of_their_shape():

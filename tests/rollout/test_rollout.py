@@ -38,15 +38,9 @@ class CountdownEnv(Env):
         self.taken += 1
         self.read = [*self.read, *action.tokens, MARK]
         done = self.taken >= self.turns
-        return StepResult(
-            float(self.taken),
-            done,
-            ModelInput.from_ints(self.read),
-            None,
-            {"turn": self.taken},
-            {},
-            self.limit and done,
-        )
+        following = ModelInput.from_ints(self.read)
+        more = {"metrics": {"turn": self.taken}, "truncated": self.limit and done}
+        return StepResult(float(self.taken), done, following, **more)
 
 
 class CountdownGroupBuilder(EnvGroupBuilder):
@@ -58,10 +52,19 @@ class CountdownGroupBuilder(EnvGroupBuilder):
         return [CountdownEnv(self.first, turns, self.limit) for turns in self.turns]
 
     def compute_group_rewards(self, trajectories_G):
-        return [
-            (10.0 * len(t.transitions), {"length": float(len(t.transitions))})
-            for t in trajectories_G
-        ]
+        lengths = [float(len(t.transitions)) for t in trajectories_G]
+        return [(10.0 * length, {"length": length}) for length in lengths]
+
+
+class Of(CountdownGroupBuilder):
+    """A group of environments of a class."""
+
+    def __init__(self, kind, *words, **more):
+        super().__init__(*words, **more)
+        self.kind = kind
+
+    def make_envs(self):
+        return [self.kind(self.first, turns, self.limit) for turns in self.turns]
 
 
 @pytest.fixture(scope="module")
@@ -76,36 +79,23 @@ def get_tokens(group):
 
 
 def test_turns_follow_each_other_and_rewards_add_up(sampler):
-    result = rollout(
-        [CountdownGroupBuilder(0, [1, 3]), CountdownGroupBuilder(1, [2, 2], limit=True)],
-        sampler,
-        PARAMS,
-        seed=5,
-    )
+    builders = [CountdownGroupBuilder(0, [1, 3]), CountdownGroupBuilder(1, [2, 2], limit=True)]
+    result = rollout(builders, sampler, PARAMS, seed=5)
     ended, cut = result.groups
-    assert [[len(e.transitions) for e in g.trajectories_G] for g in (ended, cut)] == [
-        [1, 3],
-        [2, 2],
-    ]
+    counts = [[len(e.transitions) for e in g.trajectories_G] for g in (ended, cut)]
+    assert counts == [[1, 3], [2, 2]]
     # step rewards: 1, and 1 + 2 + 3; group rewards: 10 per turn
-    assert ended.get_total_rewards() == [1 + 10, 6 + 30] and cut.get_total_rewards() == [
-        3 + 20,
-        3 + 20,
-    ]
-    assert [g.metrics_G for g in result.groups] == [
-        [{"length": 1.0}, {"length": 3.0}],
-        [{"length": 2.0}] * 2,
-    ]
+    assert ended.get_total_rewards() == [1 + 10, 6 + 30]
+    assert cut.get_total_rewards() == [3 + 20] * 2
+    lengths = [[item["length"] for item in g.metrics_G] for g in result.groups]
+    assert lengths == [[1.0, 3.0], [2.0, 2.0]]
     for group in result.groups:
         for episode in group.trajectories_G:
             read = [3 + group.problem_index, 4, 12]
             for i, turn in enumerate(episode.transitions):
                 last = i == len(episode.transitions) - 1
-                assert (
-                    turn.ob.to_ints() == read
-                    and len(turn.ac.tokens) == 3
-                    and turn.metrics == {"turn": i + 1}
-                )
+                assert turn.ob.to_ints() == read and len(turn.ac.tokens) == 3
+                assert turn.metrics == {"turn": i + 1}
                 assert (turn.episode_done, turn.truncated) == (last, last and group is cut)
                 read = [*read, *turn.ac.tokens, MARK]
             assert episode.final_ob.to_ints() == read
@@ -131,18 +121,13 @@ def test_samples_depend_on_the_seed_and_not_on_the_batch(sampler):
     together = rollout(builders, sampler, PARAMS, seed=9)
     single = rollout(builders[1:2], sampler, PARAMS, seed=9)
     other = rollout(builders[1:2], sampler, PARAMS, seed=10)
-    assert (
-        get_tokens(together.groups[1])
-        == get_tokens(single.groups[0])
-        != get_tokens(other.groups[0])
-    )
-    first, second = get_tokens(single.groups[0])
+    expected = get_tokens(single.groups[0])
+    assert get_tokens(together.groups[1]) == expected != get_tokens(other.groups[0])
+    first, second = expected
     assert first != second[:2]  # each member of a group has its random stream
     # the same problem twice in a batch has two streams
     twice = rollout([builders[1], builders[1]], sampler, PARAMS, seed=9)
-    assert (
-        get_tokens(twice.groups[0]) == get_tokens(single.groups[0]) != get_tokens(twice.groups[1])
-    )
+    assert get_tokens(twice.groups[0]) == expected != get_tokens(twice.groups[1])
 
 
 class ForgetfulEnv(CountdownEnv):
@@ -154,14 +139,9 @@ class ForgetfulEnv(CountdownEnv):
         return result
 
 
-class ForgetfulGroupBuilder(CountdownGroupBuilder):
-    def make_envs(self):
-        return [ForgetfulEnv(self.first, turns, self.limit) for turns in self.turns]
-
-
 def test_each_turn_draws_from_a_stream_of_its_own(sampler):
     """The prompt is the same at every turn, so only the random streams can make the answers differ."""
-    (group,) = rollout([ForgetfulGroupBuilder(3, [4, 4])], sampler, PARAMS, seed=6).groups
+    (group,) = rollout([Of(ForgetfulEnv, 3, [4, 4])], sampler, PARAMS, seed=6).groups
     answers = [tuple(tokens) for episode in get_tokens(group) for tokens in episode]
     assert len(set(answers)) == len(answers) == 8
 
@@ -203,18 +183,14 @@ def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
             last = episode.transitions[-1]
             # if no token is missing, the second turn still fits and the third does not
             assert len(episode.transitions) == (2 if room == 0 else 1)
-            assert (
-                last.episode_done
-                and last.truncated
-                and last.metrics == {"turn": len(episode.transitions), "context_overflow": 1.0}
-            )
+            assert last.episode_done and last.truncated
+            assert last.metrics == {"turn": len(episode.transitions), "context_overflow": 1.0}
             assert episode.final_ob.length + 3 > limit + 1
         assert compute_group_metrics(result.groups)["env/all/context_overflow"] == 2 / 4
         # step rewards so far plus the group reward
         assert grown.get_total_rewards() == ([1 + 2 + 20] * 2 if room == 0 else [1 + 10] * 2)
-        assert get_tokens(other) == get_tokens(
-            rollout([CountdownGroupBuilder(1, [3, 2])], sampler, PARAMS, seed=2).groups[0]
-        )
+        (single,) = rollout([CountdownGroupBuilder(1, [3, 2])], sampler, PARAMS, seed=2).groups
+        assert get_tokens(other) == get_tokens(single)
 
 
 def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
@@ -223,10 +199,8 @@ def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
     long.first = ModelInput.from_ints([3] * (limit - 1))
     result = rollout([long, CountdownGroupBuilder(1, [1])], sampler, PARAMS, seed=0)
     assert [g.problem_index for g in result.groups] == [1] and len(result.errors) == 2
-    assert (
-        f"problem 5 has {limit - 1} tokens, which with max_tokens=3 exceed the model's context of "
-        f"{limit}" in result.errors[0]
-    )
+    says = f"{limit - 1} tokens, which with max_tokens=3 exceed the model's context of {limit}"
+    assert f"problem 5 has {says}" in result.errors[0]
     long.first = ModelInput.from_ints([3] * (limit - 2))  # the last sampled token is never fed
     assert len(rollout([long], sampler, PARAMS, seed=0).groups) == 1
 
@@ -289,35 +263,17 @@ def owing_group(limit: int, kinds) -> CountdownGroupBuilder:
 
 
 def list_owed_results() -> list:
-    last = StepResult(5.0, True, metrics={"late": 2.0})
-    return [
-        None,
-        last,
-        FakeFuture(last),
-        FakeFuture(EpisodeFailed("lost the score")),
-        FakeFuture(None),
-    ]
+    last, lost = StepResult(5.0, True, metrics={"late": 2.0}), EpisodeFailed("lost the score")
+    return [None, last, *map(FakeFuture, (last, lost, None))]
 
 
 def check_owed(result, group) -> None:
     (played,) = result.groups
     assert result.errors == ["lost the score"]
-    assert [episode.transitions[-1].reward for episode in played.trajectories_G] == [
-        1.0,
-        6.0,
-        6.0,
-        1.0,
-    ]
-    assert [episode.transitions[-1].metrics.get("late") for episode in played.trajectories_G] == [
-        None,
-        2.0,
-        2.0,
-        None,
-    ]
-    assert all(
-        e.transitions[-1].truncated and e.transitions[-1].metrics["context_overflow"] == 1.0
-        for e in played.trajectories_G
-    )
+    last = [episode.transitions[-1] for episode in played.trajectories_G]
+    assert [turn.reward for turn in last] == [1.0, 6.0, 6.0, 1.0]
+    assert [turn.metrics.get("late") for turn in last] == [None, 2.0, 2.0, None]
+    assert all(turn.truncated and turn.metrics["context_overflow"] == 1.0 for turn in last)
     assert played.get_total_rewards() == [11.0, 16.0, 16.0, 11.0]
     assert [env.closed for env in group.envs] == [1] * 5
 

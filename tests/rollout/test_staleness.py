@@ -114,13 +114,8 @@ class FakeStream:
         begun = request.resume_from or SampledSequence([], [], "length")
         versions = list(begun.versions or [begun.version] * len(begun.tokens))
         length = self.plan.length(request.seed, request.problem, request.first_index)
-        sequence = SampledSequence(
-            list(begun.tokens),
-            list(begun.logprobs),
-            "length",
-            version=begun.version,
-            versions=versions,
-        )
+        labels = {"version": begun.version, "versions": versions}
+        sequence = SampledSequence(list(begun.tokens), list(begun.logprobs), "length", **labels)
         if len(request.prompt) == 1 and request.resume_from is None:
             self.first_seeds.setdefault(request.conversation, []).append(request.seed)
         self.running[self.tickets] = (request, sequence, length)
@@ -143,37 +138,24 @@ class FakeStream:
         results = {}
         for ticket, (request, sequence, _) in self.running.items():
             begun = self._labelled(sequence) if sequence.tokens else None
-            results[ticket] = SamplingRequest(
-                **{
-                    **{f: getattr(request, f) for f in SamplingRequest.__slots__},
-                    "resume_from": begun,
-                }
-            )
+            fields = {f: getattr(request, f) for f in SamplingRequest.__slots__}
+            results[ticket] = SamplingRequest(**{**fields, "resume_from": begun})
         return results
 
     @staticmethod
     def _labelled(sequence: SampledSequence) -> SampledSequence:
         versions = list(sequence.versions)
         several = versions if len(set(versions)) > 1 else None
-        return SampledSequence(
-            list(sequence.tokens),
-            list(sequence.logprobs),
-            "length",
-            version=min(versions),
-            versions=several,
-        )
+        labels = {"version": min(versions), "versions": several}
+        return SampledSequence(list(sequence.tokens), list(sequence.logprobs), "length", **labels)
 
     def run_steps(self, steps: int) -> SimpleNamespace:
         self.slices += 1
         finished = {}
         for ticket, (request, sequence, length) in list(self.running.items()):
             for _ in range(min(steps, length - len(sequence.tokens))):
-                position = len(sequence.tokens)
-                sequence.tokens.append(
-                    token(
-                        self.version, request.seed, request.problem, request.first_index, position
-                    )
-                )
+                stream = request.seed, request.problem, request.first_index
+                sequence.tokens.append(token(self.version, *stream, len(sequence.tokens)))
                 sequence.logprobs.append(-1.0)
                 sequence.versions.append(self.version)
             if len(sequence.tokens) >= length:
@@ -191,11 +173,8 @@ class Plan:
         chance = self.chance = random.Random(seed)
         self.size, self.group = chance.randint(1, 4), chance.randint(1, 3)
         self.bound, self.steps = chance.choice([0, 1, 2, 3, 3]), chance.randint(1, 8)
-        self.redraw, self.far, self.recompute_cache = (
-            chance.random() < 0.5,
-            chance.random() < 0.4,
-            chance.random() < 0.5,
-        )
+        likely = (0.5, 0.4, 0.5)
+        self.redraw, self.far, self.recompute_cache = (chance.random() < p for p in likely)
         self.slice_steps, self.longest = chance.randint(1, 4), chance.choice([3, 12, 90])
         self.slow_update = chance.choice([0, 2, 6])
         self.save_every = chance.choice([0, 1, 1, 2])
@@ -369,19 +348,14 @@ def check_population(seeds: range) -> None:
         )
         for batch, versions, problems in batches:
             assert len(problems) == plan.size
-            assert all(0 <= batch - version <= plan.bound for version in versions), (
-                seed,
-                batch,
-                set(versions),
-                plan.bound,
-            )
+            if plan.bound == 0:  # synchronous: each batch has the problems of its step, in order
+                assert problems == list(range(batch * plan.size, (batch + 1) * plan.size))
+            ok = all(0 <= batch - version <= plan.bound for version in versions)
+            assert ok, (seed, batch, set(versions), plan.bound)
             ages |= {batch - version for version in versions}
         redrawn, killed = redrawn + again, killed + kills
-    assert ages == {0, 1, 2, 3} and redrawn > len(seeds) / 20 and killed > len(seeds) / 10, (
-        ages,
-        redrawn,
-        killed,
-    )
+    exercised = ages == {0, 1, 2, 3} and redrawn > len(seeds) / 20 and killed > len(seeds) / 10
+    assert exercised, (ages, redrawn, killed)
 
 
 def test_no_token_is_older_than_the_bound_and_every_label_is_true():

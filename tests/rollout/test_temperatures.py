@@ -75,17 +75,10 @@ def test_evaluating_at_one_temperature_and_training_at_another_needs_no_word(cli
     training = [plain_datum(s) for s in draw(sampler, 0.7)]
     draw(sampler, 1.0)  # an evaluation in between
     output = client.forward(training, "importance_sampling").result()
-    assert (
-        compute_worst_difference(output, training) < 1e-5
-        and output.metrics["temperature:mean"] == 0.7
-    )
-    # an explicit override
-    assert (
-        compute_worst_difference(
-            client.forward(training, "importance_sampling", {"temperature": 1.0}).result(), training
-        )
-        > 0.01
-    )
+    assert compute_worst_difference(output, training) < 1e-5
+    assert output.metrics["temperature:mean"] == 0.7
+    override = client.forward(training, "importance_sampling", {"temperature": 1.0}).result()
+    assert compute_worst_difference(override, training) > 0.01
 
 
 def test_greedy_samples_are_scored_as_their_logprobs_are(client):
@@ -95,13 +88,9 @@ def test_greedy_samples_are_scored_as_their_logprobs_are(client):
     sampler = client.save_weights_and_get_sampling_client()
     greedy, sampled = draw(sampler, 0.0, 1), draw(sampler, 0.7, 2)
     datums = [plain_datum(s) for s in (*sampled, *greedy)]
-    text = Datum(datums[-1].model_input, datums[-1].loss_fn_inputs, temperature=0.0)
-    assert (
-        compute_worst_difference(
-            client.forward([*datums, text], "importance_sampling").result(), [*datums, text]
-        )
-        < 1e-5
-    )
+    datums.append(Datum(datums[-1].model_input, datums[-1].loss_fn_inputs, temperature=0.0))
+    output = client.forward(datums, "importance_sampling").result()
+    assert compute_worst_difference(output, datums) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -118,19 +107,14 @@ def test_a_batch_may_mix_them(client, name):
     mixed = [datum for trio in zip(*parts.values(), strict=True) for datum in trio]
     together = client.forward_backward(mixed, name).result()
     norm_together = client.optim_step(KEEP).result().metrics["grad_norm"]
-    assert compute_worst_difference(together, mixed) < 1e-5 and together.metrics[
-        "temperature:mean"
-    ] == pytest.approx(np.mean(TEMPERATURES))
+    assert compute_worst_difference(together, mixed) < 1e-5
+    assert together.metrics["temperature:mean"] == pytest.approx(np.mean(TEMPERATURES))
     losses = []
     for temperature, datums in parts.items():
-        losses.append(
-            client.forward_backward(datums, name, {"temperature": temperature})
-            .result()
-            .metrics["loss:sum"]
-        )
-    assert client.optim_step(KEEP).result().metrics["grad_norm"] == pytest.approx(
-        norm_together, rel=1e-5
-    )
+        output = client.forward_backward(datums, name, {"temperature": temperature}).result()
+        losses.append(output.metrics["loss:sum"])
+    norm = client.optim_step(KEEP).result().metrics["grad_norm"]
+    assert norm == pytest.approx(norm_together, rel=1e-5)
     assert together.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-5)
 
 
@@ -145,11 +129,8 @@ def test_a_custom_loss_sees_each_datum_as_it_was_drawn(client):
     client.optim_step(KEEP).result()
     for datum, actual in zip(mixed, seen, strict=True):
         actions = datum.loss_fn_inputs["advantages"].array != 0
-        np.testing.assert_allclose(
-            actual.detach().numpy()[actions],
-            datum.loss_fn_inputs["logprobs"].array[actions],
-            atol=1e-5,
-        )
+        drawn = datum.loss_fn_inputs["logprobs"].array
+        np.testing.assert_allclose(actual.detach().numpy()[actions], drawn[actions], atol=1e-5)
 
 
 def test_a_datum_of_unknown_origin_asks_and_one_that_says_is_believed(client):
@@ -157,42 +138,46 @@ def test_a_datum_of_unknown_origin_asks_and_one_that_says_is_believed(client):
     for temperature in (1.0, 0.7):
         draw(sampler, temperature)
     unknown = random_datums(1)[0]
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"temperatures \[1.0, 0.7\], and a datum is not a sample.*Datum\(..., "
-            r"temperature=...\)"
-        ),
-    ):
+    ask = r"temperatures \[1.0, 0.7\], and a datum is not a sample.*Datum\(..., temperature=...\)"
+    with pytest.raises(ValueError, match=ask):
         client.forward([unknown], "ppo").result()
     text = Datum(unknown.model_input, unknown.loss_fn_inputs, temperature=0.7)
-    expected = (
-        client.forward([unknown], "ppo", {"temperature": 0.7})
-        .result()
-        .loss_fn_outputs[0]["logprobs"]
-        .array
+    expected, actual = (
+        client.forward([datum], "ppo", config).result().loss_fn_outputs[0]["logprobs"].array
+        for datum, config in ((unknown, {"temperature": 0.7}), (text, {}))
     )
-    np.testing.assert_array_equal(
-        client.forward([text], "ppo").result().loss_fn_outputs[0]["logprobs"].array, expected
-    )
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_trajectories_carry_it_and_a_change_begins_a_new_datum():
-    def turn(ob, tokens, temperature, done=False):
-        return Transition(
-            ModelInput.from_ints(ob),
-            SampledSequence(tokens, [-1.0] * len(tokens), temperature=temperature),
-            0.0,
-            done,
-        )
+    def datums(*temperatures):
+        turns = []
+        for ob, token, t in zip(([1, 2], [1, 2, 3, 4]), (3, 5), temperatures, strict=True):
+            action = SampledSequence([token], [-1.0], temperature=t)
+            turns.append(Transition(ModelInput.from_ints(ob), action, 0.0, token == 5))
+        return trajectory_to_datums(Trajectory(turns, advantage=1.0))
 
-    same = Trajectory([turn([1, 2], [3], 0.7), turn([1, 2, 3, 4], [5], 0.7, True)], advantage=1.0)
-    assert [d.temperature for d in trajectory_to_datums(same)] == [0.7]
-    other = Trajectory([turn([1, 2], [3], 0.7), turn([1, 2, 3, 4], [5], 1.0, True)], advantage=1.0)
-    result = trajectory_to_datums(other)
-    assert [d.temperature for d in result] == [0.7, 1.0] and sum(
-        d.episode_share for d in result
-    ) == 1.0
+    assert [d.temperature for d in datums(0.7, 0.7)] == [0.7]
+    result = datums(0.7, 1.0)
+    assert [d.temperature for d in result] == [0.7, 1.0]
+    assert sum(d.episode_share for d in result) == 1.0
+
+
+def datum_of(sequence: SampledSequence, prompt: int) -> Datum:
+    """Return a datum of a sample after so many tokens of a prompt."""
+    targets = [7] * prompt + sequence.tokens
+    fields = {"target_tokens": targets, "logprobs": [0.0] * prompt + sequence.logprobs}
+    return Datum(ModelInput.from_ints([1] * len(targets)), fields)
+
+
+def name_datum(datum: Datum, sequence: SampledSequence, prompt: int) -> Datum:
+    """Return the datum without logprobs, with the name of the sample."""
+    spans = [
+        PromptProvenanceSpan(sequence_id=sequence.sequence_id, length=prompt),
+        SampledProvenanceSpan(sequence_id=sequence.sequence_id, length=len(sequence.tokens)),
+    ]
+    targets = {"target_tokens": datum.loss_fn_inputs["target_tokens"]}
+    return Datum(datum.model_input, targets).with_provenance(spans, spans)
 
 
 def test_samples_are_told_apart_by_all_of_their_logprobs():
@@ -203,40 +188,21 @@ def test_samples_are_told_apart_by_all_of_their_logprobs():
     ending, sequences = [0.0] * 9, []
     for i in range(100):
         start = (-3 * rng.random(int(rng.integers(1, 6)))).tolist()
-        tokens = [1] * len(start) + [2] * 9
-        sequences.append(
-            SampledSequence(
-                tokens,
-                start + ending,
-                sequence_id=str(i),
-                temperature=float(rng.choice([0.5, 1.0])),
-            )
-        )
+        drawn = [1] * len(start) + [2] * 9, start + ending
+        label = {"sequence_id": str(i), "temperature": float(rng.choice([0.5, 1.0]))}
+        sequences.append(SampledSequence(*drawn, **label))
         temperatures.record(sequences[-1])
-    for i, first in enumerate(sequences):
+    for first in sequences:
         prompt = int(rng.integers(1, 5))
-        fields = {
-            "target_tokens": [7] * prompt + first.tokens,
-            "logprobs": [0.0] * prompt + first.logprobs,
-        }
-        datum = Datum(ModelInput.from_ints([1] * (prompt + len(first.tokens))), fields)
+        datum = datum_of(first, prompt)
         assert temperatures.find_temperature(datum) == first.temperature
-        spans = [
-            PromptProvenanceSpan(sequence_id=str(i), length=prompt),
-            SampledProvenanceSpan(sequence_id=str(i), length=len(first.tokens)),
-        ]
-        bare = Datum(datum.model_input, {"target_tokens": fields["target_tokens"]}).with_provenance(
-            spans, spans
-        )
+        bare = name_datum(datum, first, prompt)
         assert temperatures.find_temperature(bare) == first.temperature
     for i in range(300):  # the oldest samples are evicted entirely
-        temperatures.record(
-            SampledSequence([3], [-float(i)], sequence_id=f"new{i}", temperature=1.0)
-        )
-    assert (
-        temperatures.find_temperature(datum) is None
-        and len(temperatures._by_content) == len(temperatures._by_id) == 200
-    )
+        new = SampledSequence([3], [-float(i)], sequence_id=f"new{i}", temperature=1.0)
+        temperatures.record(new)
+    assert temperatures.find_temperature(datum) is None
+    assert len(temperatures._by_content) == len(temperatures._by_id) == 200
     assert sum(sum(lengths.values()) for lengths in temperatures._length_counts.values()) == 200
 
 
@@ -246,50 +212,35 @@ def test_many_samples_with_one_sure_end_do_not_slow_the_search(monkeypatch):
     sequences = []
     for i in range(300):
         logprobs = [*(-rng.random(20 + i)).tolist(), 0.0]
-        sequences.append(
-            SampledSequence(
-                [1] * len(logprobs), logprobs, sequence_id=str(i), temperature=0.5 + i / 1000
-            )
-        )
+        label = {"sequence_id": str(i), "temperature": 0.5 + i / 1000}
+        sequences.append(SampledSequence([1] * len(logprobs), logprobs, **label))
         note.record(sequences[-1])
     read, digest = [], sample_temperatures._compute_digest
-    monkeypatch.setattr(
-        sample_temperatures,
-        "_compute_digest",
-        lambda tokens, logprobs: read.append(len(tokens)) or digest(tokens, logprobs),
-    )
+
+    def compute_digest(tokens, logprobs):
+        read.append(len(tokens))
+        return digest(tokens, logprobs)
+
+    monkeypatch.setattr(sample_temperatures, "_compute_digest", compute_digest)
     for item in sequences[::50]:
         read.clear()
-        fields = {"target_tokens": [7] * 400 + item.tokens, "logprobs": [0.0] * 400 + item.logprobs}
-        assert (
-            note.find_temperature(
-                Datum(ModelInput.from_ints([1] * (400 + len(item.tokens))), fields)
-            )
-            == item.temperature
-        )
+        assert note.find_temperature(datum_of(item, 400)) == item.temperature
         assert sum(read) < len(item.tokens) + 200
 
 
 def test_a_greedy_sample_is_known_by_its_name_as_well():
     note = SampleTemperatures()
-    note.record(SampledSequence([3, 4], [-1.0, -2.0], sequence_id="greedy", temperature=0.0))
-    spans = [
-        PromptProvenanceSpan(sequence_id="greedy", length=1),
-        SampledProvenanceSpan(sequence_id="greedy", length=2),
-    ]
-    datum = Datum(ModelInput.from_ints([1, 3, 4]), {"target_tokens": [7, 3, 4]}).with_provenance(
-        spans, spans
-    )
-    assert note.find_temperature(datum) == 0.0
+    greedy = SampledSequence([3, 4], [-1.0, -2.0], sequence_id="greedy", temperature=0.0)
+    note.record(greedy)
+    assert note.find_temperature(name_datum(datum_of(greedy, 1), greedy, 1)) == 0.0
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 9e-4, -1.0, float("nan"), True])
 def test_a_datum_cannot_say_a_temperature_that_no_sample_has(client, temperature):
     datum = random_datums(1)[0]
+    datum = Datum(datum.model_input, datum.loss_fn_inputs, temperature=temperature)
     with pytest.raises(ValueError, match="datum 0: temperature is 0 .greedy. or at least 0.001"):
-        client.forward(
-            [Datum(datum.model_input, datum.loss_fn_inputs, temperature=temperature)], "ppo"
-        ).result()
+        client.forward([datum], "ppo").result()
 
 
 @pytest.mark.parametrize("lengths", [(3, 2, 1), (20, 18, 16)])
@@ -309,12 +260,8 @@ def test_a_sample_is_told_from_shorter_ones_that_are_its_end(order, lengths):
     temperatures = SampleTemperatures()
     for i in order:
         temperatures.record(samples[i])
-    for n, temperature in of.items():
-        fields = {"target_tokens": [9, 9, 9, *tokens[-n:]], "logprobs": [0.0] * 3 + logprobs[-n:]}
-        assert (
-            temperatures.find_temperature(Datum(ModelInput.from_ints([1] * (3 + n)), fields))
-            == temperature
-        )
+    for sample in samples:
+        assert temperatures.find_temperature(datum_of(sample, 3)) == sample.temperature
 
 
 @pytest.mark.parametrize("drawn_at", [(0.7,), (0.7, 1.0)])
@@ -347,8 +294,7 @@ def test_it_is_known_after_a_resume(service, client, drawn_at):
 def test_truncated_samples_are_still_refused_after_a_resume(service, client):
     sampler = client.save_weights_and_get_sampling_client()
     sampler.sample(PROMPT, 2, SamplingParams(max_tokens=2, top_p=0.5)).result()
-    resumed = service.create_training_client_from_state_with_optimizer(
-        client.save_state("cut", overwrite=True).result().path
-    )
+    path = client.save_state("cut", overwrite=True).result().path
+    resumed = service.create_training_client_from_state_with_optimizer(path)
     with pytest.raises(ValueError, match="top_k=-1 and top_p=1"):
         resumed.forward_backward(random_datums(2), "ppo").result()

@@ -26,9 +26,8 @@ GAMES = [
 def make_episodes(name: str, renderer: str, settings: dict) -> list:
     if name == "talk":
         made = load(renderer, None)
-        result = rollout(
-            groups(made, renderer, 6), Writer(made, 0, ascii_only=True), PARAMS, seed=0
-        )
+        writer = Writer(made, 0, ascii_only=True)
+        result = rollout(groups(made, renderer, 6), writer, PARAMS, seed=0)
     else:
         policy = MadeUp(TOKENIZER, draw_any_reply, logprob=-3.0)
         result = play(name, policy, groups=3, members=2, renderer=renderer, **settings)
@@ -40,13 +39,11 @@ def make_episodes(name: str, renderer: str, settings: dict) -> list:
     return played
 
 
-def compute_turn_gradient(
-    weights: dict, names: list[str], played: list
-) -> tuple[torch.Tensor, dict]:
+def compute_turn_gradient(learner, played: list) -> tuple[torch.Tensor, dict]:
     """Return the gradient of -sum exp(logp - logprob when sampled) advantage, each turn as a
     separate sequence, and logp by (episode, turn).
     """
-    twin = load_model("tiny:ascii", seed=1).model.double()
+    weights, twin = learner.model.state_dict(), load_model("tiny:ascii", seed=1).model.double()
     twin.load_state_dict({name: value.double() for name, value in weights.items()})
     results, total = {}, torch.zeros((), dtype=torch.float64)
     for i, episode in enumerate(played):
@@ -54,21 +51,15 @@ def compute_turn_gradient(
             read, text = turn.ob.to_ints(), turn.ac.tokens
             logits = twin(input_ids=torch.tensor([[*read, *text]])).logits[0, len(read) - 1 : -1]
             logp = torch.log_softmax(logits, -1).gather(-1, torch.tensor(text)[:, None])[:, 0]
-            total = (
-                total
-                - ((logp - torch.tensor(turn.ac.logprobs).double()).exp() * episode.advantage).sum()
-            )
+            gap = logp - torch.tensor(turn.ac.logprobs).double()
+            total = total - (gap.exp() * episode.advantage).sum()
             results[i, j] = logp.detach().numpy()
     total.backward()
     named = dict(twin.named_parameters())
-    return torch.cat([named[name].grad.reshape(-1) for name in names]), results
+    return torch.cat([named[name].grad.reshape(-1) for name in learner.trainable]), results
 
 
-@pytest.mark.parametrize(
-    ("name", "renderer", "settings"),
-    GAMES,
-    ids=[f"{name}-{renderer}" for name, renderer, _ in GAMES],
-)
+@pytest.mark.parametrize(("name", "renderer", "settings"), GAMES)
 def test_turns_together_have_the_gradient_of_each_alone(name, renderer, settings):
     played = make_episodes(name, renderer, settings)
     turns = [len(episode.transitions) for episode in played]
@@ -79,16 +70,10 @@ def test_turns_together_have_the_gradient_of_each_alone(name, renderer, settings
     truth = None
     for layout, budget in [("packed", 150), ("padded", 4096), ("shared", 4096)]:
         worker = make_worker("tiny:ascii", layout=layout, token_budget=budget)
-        learner = worker.learners[0]
         if truth is None:
-            truth, logps = compute_turn_gradient(
-                learner.model.state_dict(), list(learner.trainable), played
-            )
+            truth, logps = compute_turn_gradient(worker.learners[0], played)
         outputs, _ = call(worker, "forward_backward", 0, flat, "importance_sampling", {}, 1.0, True)
-        assert compute_relative_difference(gradient(worker), truth) < GRADIENT_BOUND, (
-            layout,
-            budget,
-        )
+        assert compute_relative_difference(gradient(worker), truth) < GRADIENT_BOUND, layout
         at = iter(outputs)
         for i, made in enumerate(datums):
             read = [next(at)["logprobs"][datum.loss_fn_inputs["mask"].array > 0] for datum in made]
@@ -100,8 +85,7 @@ def test_a_wrong_turn_would_be_seen():
     """Masking a single token of a correct batch exceeds the bound."""
     played = make_episodes(*GAMES[0])
     worker = make_worker("tiny:ascii", layout="packed", token_budget=4096)
-    learner = worker.learners[0]
-    truth, _ = compute_turn_gradient(learner.model.state_dict(), list(learner.trainable), played)
+    truth, _ = compute_turn_gradient(worker.learners[0], played)
     flat = [datum for episode in played for datum in trajectory_to_datums(episode)]
     mask = flat[0].loss_fn_inputs["mask"].array
     mask[mask.nonzero()[0][-1]] = 0.0
