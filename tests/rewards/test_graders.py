@@ -29,6 +29,8 @@ from rl.rewards.math_reward import extract_boxed_answer, extract_marked_answer
         (r"\boxed{3} and $\boxed 7.$", "7"),
         (r"$\boxed 7$, so \boxed{3}", "3"),
         (r"\boxed{1} then \boxed {2", "1"),
+        (r"} \boxed{3}", "3"),
+        (r"\boxed{}", None),
         (r"\boxed", None),
         ("4", None),
     ],
@@ -37,9 +39,19 @@ def test_boxes_as_math_writes_them(text: str, answer: str | None):
     assert extract_boxed_answer(text) == extract_marked_answer(text) == answer
 
 
-def test_a_rule_or_noise_of_hashes_is_no_mark():
-    assert extract_marked_answer("\\boxed{25}. ######\n rest") == "25"
-    assert extract_marked_answer("##### 5") is None and extract_marked_answer("#### 5") == "5"
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("#### 5\n\nbye", "5"),
+        (r"\boxed{1}" + "\n#### 2", "2"),
+        ("#### 2\n" + r"\boxed{1}", "1"),
+        ("####", None),
+        ("##### 5", None),
+        ("\\boxed{25}. ######\n rest", "25"),  # a rule
+    ],
+)
+def test_the_last_mark_counts_and_a_rule_is_none(text: str, answer: str | None):
+    assert extract_marked_answer(text) == answer
 
 
 def test_every_box_of_maths_solutions_is_read(shared_data: Path):

@@ -22,14 +22,6 @@ def test_math_correctness_agrees_with_every_judged_pair():
     assert differ == []
 
 
-def test_a_matrix_in_an_array_is_compared_by_value():
-    reward = resolve_reward("math_correctness")
-    array = r"\left[\begin{array}{cc}1&2\\3&%s\end{array}\right]"
-    for value, expected in (("4", 1.0), ("5", 0.0)):
-        answer = f"\\boxed{{{array % value}}}"
-        assert reward("", answer, {"answer": array % "2+2"}) == expected
-
-
 def test_gsm8k_agrees_with_every_judged_pair():
     reward = resolve_reward("gsm8k")
     differ = [
@@ -56,6 +48,13 @@ def test_gsm8k_agrees_with_every_judged_pair():
         ("**Final answer:** $x_1 = 12$", "12"),
         ("Answer: `12`", "12"),
         (r"we get 25\%", r"25\%"),
+        ("She has $5 and $7, so 12", "12"),
+        ("$5 + $7 = $12", "12"),
+        ("it costs $5, so the total is 7", "7"),
+        ("$5-$7, then 6", "6"),
+        (r"so $\frac{1}{2}$", "1/2"),
+        (r"so $ \frac{1}{2} $.", "1/2"),
+        ("thus $$x=5$$ holds", "5"),
     ],
 )
 def test_an_unmarked_answer_is_the_last_expression(response: str, answer: str):
@@ -122,42 +121,9 @@ def test_all_answers_of_gsm8k_are_right_for_themselves(shared_data: Path):
             assert reward("", worked, {"answer": answer}) == 1.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Tom and Ann have 72 apples",
-        "The two-day total is 72",
-        "[72]",
-        "**72**",
-        "**$72**",
-        "`72`",
-        "the day/night total: 72",
-        "72 cats and dogs",
-    ],
-)
-def test_gsm8k_reads_a_number_among_words(text):
-    assert resolve_reward("gsm8k")("", f"#### {text}", {"answer": "72"}) == 1.0
-
-
 @pytest.mark.parametrize("reward", ["gsm8k", "math_correctness"])
 @pytest.mark.parametrize(
     "response", [r"\boxed{**72**}", "#### **72**", "**#### 72**", "#### `72`", "#### *72*"]
 )
 def test_a_marked_answer_may_be_emphasized(reward, response):
     assert resolve_reward(reward)("", response, {"answer": "72"}) == 1.0
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("She has $5 and $7, so 12", "12"),
-        ("$5 + $7 = $12", "12"),
-        ("it costs $5, so the total is 7", "7"),
-        ("$5-$7, then 6", "6"),
-        (r"so $\frac{1}{2}$", "1/2"),
-        (r"so $ \frac{1}{2} $.", "1/2"),
-        ("thus $$x=5$$ holds", "5"),
-    ],
-)
-def test_prices_are_no_formula(text, expected):
-    assert resolve_reward("math_correctness")("", text, {"answer": expected}) == 1.0

@@ -20,6 +20,7 @@ from rl.errors import UserError
 from rl.processes import find_descendants
 from rl.sandbox import COMPARERS, Asserts, Calls, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
 from rl.sandbox.inside import value_codec
+from rl.sandbox.program_language import find_command
 from rl.sandbox.zygote_launch import Zygote, suggest_remedy
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
@@ -217,19 +218,6 @@ def test_humaneval_texts_are_called_with_the_entry_point(sandbox):
     assert not sandbox.grade("def inc(x): pass", Asserts("", [text], "inc")).all
 
 
-def test_a_helper_of_the_setup_is_the_tests_own_and_the_entry_point_the_programs(sandbox):
-    prompt = (
-        "def poly(xs, x): return sum(c * x**i for i, c in enumerate(xs))\ndef root(xs):\n    pass\n"
-    )
-    tests = Asserts(
-        prompt,
-        ["def check(candidate):\n    assert abs(poly([2, 1], candidate([2, 1]))) < 1e-6\n"],
-        "root",
-    )
-    assert sandbox.grade("def root(xs): return -xs[0] / xs[1]", tests).all
-    assert not sandbox.grade("def root(xs): return 5\ndef poly(xs, x): return 0", tests).all
-
-
 def test_calls_compare_plain_values(sandbox):
     program = "class Solution:\n    def f(self, a, b=1): return {'k': [a, b]}\nclass B:\n    def g(self): return B()"
     assert sandbox.grade(
@@ -344,40 +332,25 @@ def test_pytest_files_need_pytest(sandbox, monkeypatch):
         sandbox.grade("", Pytest({"test_a.py": "def test_a(): pass"}))
 
 
-@pytest.mark.parametrize(
-    ("language", "program"),
-    [
-        ("python", "print(int(input()) + 1)"),
-        (
-            "c++",
-            "#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n + 1 << std::endl; }",
-        ),
-        ("bash", "read n; echo $((n + 1))"),
-        ("javascript", "console.log(parseInt(require('fs').readFileSync(0, 'utf8')) + 1)"),
-    ],
-)
-def test_languages(sandbox, language, program):
-    from rl.sandbox.program_language import find_command
-
+def test_languages(sandbox):
+    """tests/sandbox/honest_programs.py has programs in each that are right."""
+    limits = SandboxLimits(wall_s=20, cpu_s=20)
+    cases = [("41\n", "42\n"), ("1\n", "1\n")]
+    grade = sandbox.grade("read n; echo $((n + 1))", StdinStdoutTests(cases, language="bash"))
+    assert grade.passed == [True, False], grade.reasons
     try:
-        find_command(language)
+        find_command("c++")
     except UserError as error:
         pytest.skip(str(error))
-    limits = SandboxLimits(wall_s=20, cpu_s=20)
-    grade = sandbox.grade(
-        program,
-        StdinStdoutTests([("1\n", "2\n"), ("41\n", "42\n"), ("1\n", "1\n")], language=language),
-        limits=limits,
-    )
-    assert grade.passed == [True, True, False], grade.reasons
-    if language == "c++":
-        broken = sandbox.grade(
-            "int main() { return x; }", StdinStdoutTests([("", "")], language="c++"), limits=limits
-        )
-        assert not broken.all and "does not compile" in broken.reasons[0]
-        short = SandboxLimits(wall_s=20, cpu_s=20, total_s=0.1)  # less than the time to compile
-        late = sandbox.grade(program, StdinStdoutTests([("1", "2")], language="c++"), limits=short)
-        assert not late.all and "all tests together" in late.reasons[0]
+    program = "#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n + 1; }"
+    grade = sandbox.grade(program, StdinStdoutTests(cases, language="c++"), limits=limits)
+    assert grade.passed == [True, False], grade.reasons
+    tests = StdinStdoutTests(cases[:1], language="c++")
+    broken = sandbox.grade("int main() { return x; }", tests, limits=limits)
+    assert not broken.all and "does not compile" in broken.reasons[0]
+    short = SandboxLimits(wall_s=20, cpu_s=20, total_s=0.1)  # less than the time to compile
+    late = sandbox.grade(program, tests, limits=short)
+    assert not late.all and "all tests together" in late.reasons[0]
 
 
 def test_grades_are_kept_by_program_tests_and_limits(sandbox):
@@ -414,13 +387,6 @@ def test_a_program_that_many_ask_about_at_once_is_graded_once(sandbox, monkeypat
     assert len(ran) == 2 and sorted(grade.cached for grade in late) == [False, True]
     assert not any(grade.all for grade in late)
     assert not sandbox.grade(endless, tests, limits=SandboxLimits(wall_s=0.3, cpu_s=5)).cached
-
-
-def test_many_threads(sandbox):
-    grades = sandbox.grade_many(
-        [(f"def f(): return {i}", Asserts("", [f"assert f() == {i - i % 2}"])) for i in range(40)]
-    )
-    assert [grade.all for grade in grades] == [i % 2 == 0 for i in range(40)]
 
 
 def test_a_candidate_sees_inputs_alone(sandbox):
@@ -628,18 +594,7 @@ def test_a_service_by_its_url(tmp_path):
 # -------------------------------------------------------------------------------- values, comparers
 
 
-def test_values_travel_as_what_they_are():
-    import collections
-    import decimal
-    import fractions
-
-    plain = [None, True, 0, -5, 1 << 80, 1.5, float("inf"), "é\ud800", b"\x00", bytearray(b"x"), (1, [2]), {1: (2,)}, {1, 2},
-             frozenset([3]), 1 + 2j, range(3), collections.deque([1]), collections.Counter("aab"), decimal.Decimal("1.10"),
-             fractions.Fraction(1, 3), int]  # fmt: skip
-    for value in plain:
-        back = value_codec.decode(json.loads(json.dumps(value_codec.encode(value))))
-        assert type(back) is type(value) and back == value
-
+def test_a_value_travels_without_its_class_and_an_object_not_at_all():
     class Same(int):
         def __eq__(self, other):
             return True
@@ -651,9 +606,6 @@ def test_values_travel_as_what_they_are():
     for wrong in (eval, object(), lambda: 0):
         with pytest.raises(value_codec.NotPlain):
             value_codec.encode(wrong)
-    for wrong in (["type", "eval"], ["zz"], [], [1], {"a": 1}, ["i", 3]):
-        with pytest.raises((ValueError, KeyError, TypeError)):
-            value_codec.decode(wrong)
 
 
 @pytest.mark.parametrize(
@@ -678,6 +630,19 @@ def test_values_travel_as_what_they_are():
         ("floats", True, 1.0, False),
         ("floats", float("nan"), 1.0, False),
         ("floats", 10**400, 1.0, False),
+        ("floats", 5, 5.0, True),
+        ("floats", 5.0, 5, True),
+        ("floats", 4.9999999, 5, True),
+        ("floats", 1e15 + 0.25, 10**15, True),
+        ("floats", [1000000006, (0.333333333,)], (1000000006, [1 / 3]), True),
+        ("floats", 1000000005.5, 1000000006.0, True),
+        ("floats", "5.0", "5", True),
+        ("floats", "0.33333334 yes", "0.33333333  yes\n", True),
+        ("floats", "1e400", "1e400", True),
+        ("floats", 10**400, 10**400, True),
+        ("sets", (2, 1), [1, 2], True),
+        ("sets", frozenset("ab"), {"b", "a"}, True),
+        ("exact", {"a": {1}}, {"a": {1}}, True),
         ("sets", [2, [1]], [[1], 2], True),
         ("sets", [1, 1], [1], False),
         ("sets", "b\na", "a\nb\n", True),

@@ -7,11 +7,13 @@ bytes (tests/sandbox/adversary.py).
 
 import json
 import random
+import textwrap
 import time
 
 import pytest
 from adversary import COMPUTING, TAKE_OVER, make_adversary, make_forged_replies, value
 from games import example_address, load_example
+from hostile_replies import ARGUMENTS, SORTS
 
 from rl.envs import resolve_environment
 from rl.errors import UserError
@@ -20,6 +22,7 @@ from rl.sandbox import Asserts, Calls, Pytest, Sandbox, SandboxLimits, StdinStdo
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 QUICK = SandboxLimits(wall_s=10, cpu_s=10, total_s=300)
+SLOW = SandboxLimits(wall_s=30, total_s=60)  # starts pytest
 
 
 @pytest.fixture(scope="module")
@@ -34,56 +37,17 @@ def take_over(text: str) -> str:
 
 # --------------------------------------------------------------------------------- forged arguments
 
-# f resolves to object 0. Every call answers with an empty list, and claims that its argument is now
-# empty as well.
-REWRITES = take_over("""
-def answer(request):
-    if request["do"] == "find":
-        return packed({"id": request["id"], "value": ["ref", 0, "object", "function", [], True]})
-    return packed({"id": request["id"], "value": ["l"], "arguments": [["l"]]})
-serve(answer)
-""")
-# The same through the real server: its replies get arguments in addition to the value.
-THROUGH_FRAMES = """
-import sys
-frame = sys._getframe()
-while "self" not in frame.f_locals: frame = frame.f_back
-server = frame.f_locals["self"]
-real = server._answer
-server._answer = lambda request: {**real(request), **({"arguments": [["l"]]} if request["do"] == "call" else {})}
-def f(xs): return []
-"""
-THROUGH_JSON = """
-import json
-real = json.dumps
-json.dumps = lambda message: real({**message, "arguments": [["l"]]} if message.get("value") == ["l"] else message)
-def f(xs): return []
-"""
-RAW = """
-import json, os
-def f(xs):
-    body = json.dumps({"id": 2, "value": ["l"], "arguments": [["l"]]}).encode()
-    os.write(4, len(body).to_bytes(8, "big") + body)
-    return []
-"""
-SORTS = ["xs = [3, 1, 2]\nassert f(xs) == sorted(xs)"]
-
 
 @pytest.mark.parametrize(
-    "program",
-    [REWRITES, THROUGH_FRAMES, THROUGH_JSON, RAW],
-    ids=["in its place", "frames", "json", "raw"],
+    "name",
+    ["in the server's place", "the server's answer replaced", "json replaced", "a raw frame"],
 )
-def test_a_reply_with_a_value_changes_no_argument(sandbox, program):
-    grade = sandbox.grade(program, Asserts("", SORTS, "f"))
+def test_a_reply_with_a_value_changes_no_argument(sandbox, name):
+    """The program returns an empty list, and claims that its argument is now empty as well."""
+    grade = sandbox.grade(ARGUMENTS[name], Asserts("", SORTS[:1], "f"))
     assert grade.passed == [False] and grade.reasons[0].startswith("forged"), grade.reasons
-    files = {
-        "test_it.py": (
-            "from solution import f\ndef test_sorts():\n    xs = [3, 1, 2]\n    assert f(xs) == "
-            "sorted(xs)\n"
-        )
-    }
-    grade = sandbox.grade(program, Pytest(files), limits=SandboxLimits(wall_s=30, total_s=60))
+    test = f"from solution import f\ndef test_sorts():\n{textwrap.indent(SORTS[0], '    ')}\n"
+    grade = sandbox.grade(ARGUMENTS[name], Pytest({"test_it.py": test}), limits=SLOW)
     assert not any(grade.passed) and grade.reasons[-1].startswith("forged"), grade.reasons
 
 
@@ -220,9 +184,7 @@ def test_a_program_that_ends_is_no_exception_that_a_test_may_catch(sandbox):
         "import pytest\nfrom solution import f\ndef test_a():\n    with pytest.raises(Exception): "
         "f(1)\ndef test_b():\n    test_a()\n"
     )
-    grade = sandbox.grade(
-        program, Pytest({"test_it.py": test}), limits=SandboxLimits(wall_s=30, total_s=60)
-    )
+    grade = sandbox.grade(program, Pytest({"test_it.py": test}), limits=SLOW)
     assert not any(grade.passed), grade.reasons
 
 
@@ -388,20 +350,11 @@ def test_the_python_tool_answers_a_forged_reply():
         environment.close()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a fraction with an exponent",
-        "a decimal with a long exponent",
-        "a range without a step",
-        "nested deep",
-    ],
-)
-def test_debugging_tells_a_forged_reply_and_goes_on(name):
+def test_debugging_tells_a_forged_reply_and_goes_on():
     match = resolve_environment(example_address("debugging")).make()
     match.seed, match.rng, match.row = 1, random.Random(1), {}
     match.start()
-    encoded = json.dumps(COMPUTING[name])
+    encoded = json.dumps(COMPUTING["a fraction with an exponent"])
     source = (
         f"def f(a, b): pass\n{TAKE_OVER}\nserve(lambda request: packed({{'id': request['id'], "
         f"'value': json.loads({encoded!r})}}))"

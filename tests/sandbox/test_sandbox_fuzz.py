@@ -245,18 +245,18 @@ def check_values(count: int, seed: int) -> None:
         ), (value, verdict)
 
 
-def test_a_hundred_thousand_random_frames():
+def test_random_frames():
     """Half of the frames go to the grading of calls, half to the tester, which could change a
     test's argument.
     """
-    words = check_calls(50_000, 1)
-    assert min(words[word] for word in ("forged", "wrong", "error")) > 500, words
-    words = check_link(50_000, 2)
-    assert min(words[word] for word in ("value", "forged", "raised", "changed")) > 500, words
+    words = check_calls(10_000, 1)
+    assert min(words[word] for word in ("forged", "wrong", "error")) > 100, words
+    words = check_link(10_000, 2)
+    assert min(words[word] for word in ("value", "forged", "raised", "changed")) > 100, words
 
 
 def test_random_values_arrive_as_they_are():
-    check_values(5000, 3)
+    check_values(1000, 3)
 
 
 @pytest.mark.usefixtures("bubblewrap")
