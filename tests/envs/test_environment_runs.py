@@ -332,67 +332,6 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, words, text)
     assert not (tmp_path / "run").exists()
 
 
-# ---------------------------------------------------------------------------------------------- TRL
-
-
-TRL = '''
-class Counter:
-    """As in TRL's documentation: reset, tools, a reward."""
-    def __init__(self):
-        self.value = 0
-    def reset(self, **row) -> str | None:
-        self.row = row
-        return f" Count to {row['target']}."
-    def increment(self, by: int) -> str:
-        """Counts on.
-
-        Args:
-            by: how far
-        """
-        self.value += by
-        return f"now {self.value}"
-    def get_reward(self) -> float:
-        return float(self.value == self.row["target"])
-    def _private(self):
-        """No tool."""
-'''
-
-
-def test_trl_objects_work_as_they_are(tmp_path):
-    from scripted import ScriptedSampler
-
-    from rl.envs import EnvironmentGroup, isolate_environment, resolve_environment
-    from rl.models import load_tokenizer
-    from rl.renderers import get_renderer
-    from rl.rollout import rollout
-    from rl.types import Problem, SamplingParams
-
-    file = tmp_path / "counter.py"
-    file.write_text(TRL)
-    tokenizer = load_tokenizer("tiny:ascii")
-    spec = resolve_environment(f"{file}:Counter")
-    assert spec.needs_rows
-    for item in (spec, isolate_environment(spec)):
-        problem = Problem(({"role": "user", "content": "Hello."},), {"target": 5}, index=0)
-        group = EnvironmentGroup(item, problem, 2, get_renderer("plain", tokenizer))
-        say = {
-            0: '<tool_call>\n{"name": "increment", "arguments": {"by": 3}}\n</tool_call>',
-            1: '<tool_call>\n{"name": "increment", "arguments": {"by": 2}}\n</tool_call>',
-            2: "done",
-        }
-        sampler = ScriptedSampler(
-            tokenizer,
-            lambda prompt, turn, stream, member, say=say: "done" if member and turn else say[turn],
-        )
-        result = rollout([group], sampler, SamplingParams(max_tokens=100, temperature=1.0), seed=0)
-        assert not result.errors
-        (group_,) = result.groups
-        assert group_.get_total_rewards() == [1.0, 0.0]
-        first = group_.trajectories_G[0].transitions
-        assert first[0].logs["new_messages"] == [{"role": "user", "content": "Hello. Count to 5."}]
-        assert [turn.logs["new_messages"][0]["content"] for turn in first[1:]] == ["now 3", "now 5"]
-
-
 # ----------------------------------------------------------------------------- docs/environments.md
 
 

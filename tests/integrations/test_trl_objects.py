@@ -166,9 +166,8 @@ def test_an_attribute_is_the_reward_where_there_is_no_method(file, play_episode,
     result = play_episode(resolve_environment(f"{file}:Counter"), answers, process=process)
     assert not result.errors
     (episode,) = result.groups[0].trajectories_G
-    assert [m["content"] for turn in episode.transitions[1:] for m in turn.logs["new_messages"]] == [
-        "2", "8", "3",
-    ]  # fmt: skip
+    messages = [m["content"] for turn in episode.transitions for m in turn.logs["new_messages"]]
+    assert messages == ["Hello. Go.", "2", "8", "3"]
     assert result.groups[0].get_total_rewards() == [3.0]
 
 

@@ -218,13 +218,10 @@ def sends(prompt, response, meta=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_the_pool_fails_an_item_by_name_and_its_neighbours_are_right(
-    tmp_path, monkeypatch, caplog, seed
-):
+def test_the_pool_fails_an_item_by_name_and_its_neighbours_are_right(tmp_path, monkeypatch, caplog):
     (tmp_path / "sender.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    rng = random.Random(100 + seed)
+    rng = random.Random(100)
     items, hostile = [], set()
     for i in range(60):
         meta = None
@@ -236,7 +233,7 @@ def test_the_pool_fails_an_item_by_name_and_its_neighbours_are_right(
             }
         items.append((f"ask {i}", str(i), meta))
     begin = time.monotonic()
-    with Scorer("sender:sends", timeout=3.0, workers=2) as scorer:
+    with Scorer("sender:sends", timeout=1.5, workers=2) as scorer:
         scores = scorer.score_many(items)
     assert time.monotonic() - begin < 120 and len(hostile) > 10
     for i, score in enumerate(scores):

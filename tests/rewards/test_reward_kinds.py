@@ -17,7 +17,7 @@ from rl.errors import UserError
 from rl.judges import add_episode_rewards, make_episode
 from rl.models import load_model
 from rl.renderers import get_renderer
-from rl.rewards import Episode, EpisodeTurn, RewardResult, Scorer, register_reward, resolve_reward
+from rl.rewards import Episode, EpisodeTurn, Scorer, register_reward, resolve_reward
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, Problem, SampledSequence
 
