@@ -54,19 +54,44 @@ def ascii_tokenizer():
 
 @pytest.fixture
 def play(ascii_tokenizer):
-    """Return a function that plays groups of an environment against scripted answers: play(spec,
-    say, members, limits) -> Rollouts.
-    """
+    """Return a function that plays groups of an environment against scripted answers."""
 
-    def run(spec, say, *, members=1, rows=({},), limits=None, renderer="plain", system_prompt=None):
-        spec = resolve_environment(spec) if isinstance(spec, (str, type)) else spec
-        made = get_renderer(renderer, ascii_tokenizer)
-        problems = [Problem((), row, index=i) for i, row in enumerate(rows)]
+    def run(spec, say, *, members=1, rows=({},), limits=None, system_prompt=None):
+        spec = resolve_environment(spec) if isinstance(spec, type) else spec
+        renderer = get_renderer("plain", ascii_tokenizer)
+        form = {"limits": limits, "system_prompt": system_prompt}
         builders = [
-            EnvironmentGroup(spec, p, members, made, limits=limits, system_prompt=system_prompt)
-            for p in problems
+            EnvironmentGroup(spec, Problem((), row, index=i), members, renderer, **form)
+            for i, row in enumerate(rows)
         ]
         return rollout(builders, ScriptedSampler(ascii_tokenizer, say), PARAMS, seed=0)
+
+    return run
+
+
+@pytest.fixture
+def resolve():
+    """Return `resolve_environment` with processes that end with the test."""
+    made = []
+
+    def run(name, **more):
+        made.append(resolve_environment(name, **more))
+        return made[-1]
+
+    yield run
+    for spec in made:
+        if spec.fork_server is not None:
+            spec.fork_server.close()
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return a function that writes a module and returns its path."""
+
+    def run(source, name="mine"):
+        path = tmp_path / f"{name}.py"
+        path.write_text(textwrap.dedent(source))
+        return path
 
     return run
 
@@ -84,9 +109,8 @@ class GuessEnvironment(Environment):
     def step(self, answer):
         guess = int(answer["content"])
         if guess == self.number:
-            return TurnResult(
-                reward=1.0, done=True, metrics={"found": 1.0}, logs={"number": self.number}
-            )
+            logs = {"number": self.number}
+            return TurnResult(reward=1.0, done=True, metrics={"found": 1.0}, logs=logs)
         return TurnResult("higher" if guess < self.number else "lower", reward=-0.1)
 
 
@@ -113,7 +137,7 @@ def test_a_files_place_does_not_change_its_episodes(tmp_path):
         (tmp_path / folder).mkdir()
         file = tmp_path / folder / "mine.py"
         file.write_text(
-            "from rl.envs.calculator_env import CalculatorEnv\nclass Mine(CalculatorEnv):\n    pass\n"
+            "from rl.envs.calculator_env import CalculatorEnv\nclass Mine(CalculatorEnv): pass\n"
         )
         spec = resolve_environment(f"{file}:Mine")
         group = EnvironmentGroup(spec, Problem((), {}, index=3), 1, None)
@@ -201,23 +225,22 @@ class EndlessEnvironment(Environment):
 
 
 def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
-    (group,) = play(EndlessEnvironment, lambda *_: "a", limits=EpisodeLimits(turns=3)).groups
-    (episode,) = group.trajectories_G
-    assert [t.reward for t in episode.transitions] == [1.0] * 3
-    assert [(t.episode_done, t.truncated) for t in episode.transitions] == [(False, False)] * 2 + [
-        (True, True)
-    ]
+    def run(**limits):
+        return play(EndlessEnvironment, lambda *_: "a", limits=EpisodeLimits(**limits))
+
+    (episode,) = run(turns=3).groups[0].trajectories_G
+    assert [(t.reward, t.episode_done, t.truncated) for t in episode.transitions] == [
+        (1.0, False, False), (1.0, False, False), (1.0, True, True),
+    ]  # fmt: skip
     assert episode.transitions[-1].metrics["truncated"] == 1.0
     # "Sgo" is 3 tokens; each turn adds an answer, its end and "more", 6 tokens. After n turns the
     # prompt has 3 + 6 n tokens, and 200 are reserved for the answer.
-    (group,) = play(
-        EndlessEnvironment, lambda *_: "a", limits=EpisodeLimits(turns=99, tokens=215)
-    ).groups
+    (group,) = run(turns=99, tokens=215).groups
     (episode,) = group.trajectories_G
     assert len(episode.transitions) == 3 and episode.transitions[-1].truncated
     assert episode.transitions[-1].metrics["context_overflow"] == 1.0
     assert group.get_total_rewards() == [3.0]
-    none = play(EndlessEnvironment, lambda *_: "a", limits=EpisodeLimits(tokens=202))
+    none = run(tokens=202)
     assert not none.groups and "episode's limit of 202" in none.errors[0]
 
 
@@ -575,18 +598,17 @@ def test_a_setting_that_no_shell_can_split_is_a_problem():
         parse_environment("calculator", [("digits", "'1")])
 
 
-def test_inherited_settings_have_their_types(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from rl.envs.guess_number_env import GuessNumber\nclass Mine(GuessNumber):\n    pass\n"
-    )
+def test_inherited_settings_have_their_types(write):
+    file = write("""
+        from rl.envs.guess_number_env import GuessNumber
+        class Mine(GuessNumber):
+            pass
+    """)
     assert parse_environment(f"{file}:Mine", [("guesses", "5")]).settings == {"guesses": 5}
 
 
-def test_settings_beside_any_others_have_their_types(tmp_path):
-    file = tmp_path / "open.py"
-    file.write_text(
-        textwrap.dedent("""
+def test_settings_beside_any_others_have_their_types(write):
+    file = write("""
         from collections.abc import Callable
         from rl.envs import Environment
         class Open(Environment):
@@ -594,43 +616,40 @@ def test_settings_beside_any_others_have_their_types(tmp_path):
         class Odd(Environment):
             def __init__(self, judge: Callable = None, **others): pass
     """)
-    )
     spec = parse_environment(f"{file}:Open", [("high", "7"), ("rate", "2"), ("other", "3")])
     assert spec.settings == {"high": 7, "rate": 2.0, "other": "3"}
     assert resolve_environment(f"{file}:Open", high=7, other=3).settings == {"high": 7, "other": 3}
     assert parse_environment(f"{file}:Odd", [("judge", "7")]).settings == {"judge": "7"}
 
 
-def test_environments_are_found_by_name_and_address(tmp_path):
+def test_environments_are_found_by_name_and_address(write):
     # the others need a package, rows or a server
     single = {"calculator", "guess_number", "tic_tac_toe"}
     assert single < set(list_environments())
     for name in single:
         assert resolve_environment(name).make() is not None
-    with pytest.raises(UserError, match="did you mean 'calculator'"):
-        resolve_environment("calculater")
-    with pytest.raises(UserError, match="examples/games/debate.py:DebateEnv"):
-        resolve_environment("debate")
-    file = tmp_path / "mine.py"
-    source = (
-        "class Mine(Environment):\n    def __init__(self, size: int, *, on: bool = False): ...\n"
-    )
-    file.write_text(f"from rl.envs import Environment\n{source}")
+    file = write("""
+        from rl.envs import Environment
+        class Mine(Environment):
+            def __init__(self, size: int, *, on: bool = False): ...
+    """)
     spec = parse_environment(f"{file}:Mine", [("size", "3"), ("on", "True")])
     assert spec.settings == {"size": 3, "on": True} and spec.address == f"{file}:Mine"
-    assert (
-        parse_environment(f"{file}:Mine", [("size", "3"), ("no_on", "True")]).settings["on"]
-        is False
-    )
+    spec = parse_environment(f"{file}:Mine", [("size", "3"), ("no_on", "True")])
+    assert spec.settings["on"] is False
     with pytest.raises(UserError) as error:
         parse_environment(f"{file}:Mine", [("sizes", "x"), ("on", "maybe")])
     text = str(error.value)
     assert "did you mean --environment.size?" in text and "size is required" in text
     assert "--environment.on: maybe is not" in text
-    with pytest.raises(UserError, match="'Mime' is not an environment in it; did you mean 'Mine'"):
-        resolve_environment(f"{file}:Mime")
-    with pytest.raises(UserError, match="does not exist"):
-        resolve_environment(f"{tmp_path}/none.py:Mine")
+    for name, text in (
+        ("calculater", "did you mean 'calculator'"),
+        ("debate", "examples/games/debate.py:DebateEnv"),
+        (f"{file}:Mime", "'Mime' is not an environment in it; did you mean 'Mine'"),
+        (f"{file.parent}/none.py:Mine", "does not exist"),
+    ):
+        with pytest.raises(UserError, match=text):
+            resolve_environment(name)
     with pytest.raises(UserError, match="called 'calculator' already"):
         register_environment("calculator")(GuessEnvironment)
     register_environment("guess for this test")(GuessEnvironment)
@@ -656,23 +675,19 @@ def test_addresses_from_before_the_adapters_moved_are_resolved():
 # ----------------------------------------------------------------------------------------- failures
 
 
-def test_a_module_that_runs_a_program_at_its_import_sees_its_exit_code(play, tmp_path):
-    file = tmp_path / "programs.py"
-    file.write_text(
-        "import subprocess, sys\n"
-        "from rl.envs import Environment, TurnResult\n"
-        "code = subprocess.run([sys.executable, '-c', 'raise SystemExit(3)']).returncode\n"
-        "class Code(Environment):\n"
-        "    def start(self):\n"
-        "        return 'go'\n"
-        "    def step(self, answer):\n"
-        "        return TurnResult(reward=float(code), done=True)\n"
-    )
-    spec = isolate_environment(parse_environment(f"{file}:Code", []))
-    try:
-        assert play(spec, lambda *_: "a").groups[0].get_total_rewards() == [3.0]
-    finally:
-        spec.fork_server.close()
+def test_a_module_that_runs_a_program_at_its_import_sees_its_exit_code(play, resolve, write):
+    file = write("""
+        import subprocess, sys
+        from rl.envs import Environment, TurnResult
+        code = subprocess.run([sys.executable, "-c", "raise SystemExit(3)"]).returncode
+        class Code(Environment):
+            def start(self):
+                return "go"
+            def step(self, answer):
+                return TurnResult(reward=float(code), done=True)
+    """)
+    result = play(resolve(f"{file}:Code"), lambda *_: "a")
+    assert result.groups[0].get_total_rewards() == [3.0]
 
 
 BAD = textwrap.dedent('''
@@ -813,66 +828,38 @@ COUNTING = textwrap.dedent('''
 ''')
 
 
-@pytest.fixture
-def resolve():
-    """Return `resolve_environment` with processes that end with the test."""
-    made = []
-
-    def run(name, **more):
-        made.append(resolve_environment(name, **more))
-        return made[-1]
-
-    yield run
-    for spec in made:
-        if spec.fork_server is not None:
-            spec.fork_server.close()
-
-
 @pytest.mark.parametrize("form", ["file", "module", "thread", "class"])
 def test_a_modules_state_is_that_of_one_episode_unless_threads_are_asked_for(
-    play, resolve, tmp_path, monkeypatch, form
+    play, resolve, write, monkeypatch, form
 ):
-    name = f"counting_{form}"
-    (tmp_path / f"{name}.py").write_text(COUNTING)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    place = f"{name}:Counting" if form == "module" else f"{tmp_path / name}.py:Counting"
-    if form == "class":
-        spec = resolve(importlib.import_module(name).Counting)
-    else:
-        spec = resolve(place, **({"environment_isolation": "thread"} if form == "thread" else {}))
+    file = write(COUNTING, f"counting_{form}")
+    monkeypatch.syspath_prepend(str(file.parent))
+    spec = {
+        "file": lambda: resolve(f"{file}:Counting"),
+        "module": lambda: resolve(f"{file.stem}:Counting"),
+        "thread": lambda: resolve(f"{file}:Counting", environment_isolation="thread"),
+        "class": lambda: resolve(importlib.import_module(file.stem).Counting),
+    }[form]()
     result = play(spec, lambda *_: "a", members=2, rows=[{"pid": os.getpid()}] * 2)
     rewards = sorted(reward for group in result.groups for reward in group.get_total_rewards())
     apart = form in ("file", "module")
     assert not result.errors and (rewards == [1.0] * 4) == apart
     assert (spec.fork_server is not None) == apart
-    elsewhere = {
-        t.metrics["elsewhere"]
-        for group in result.groups
-        for item in group.trajectories_G
-        for t in item.transitions
-    }
-    assert elsewhere == {float(apart)}
+    episodes = [item for group in result.groups for item in group.trajectories_G]
+    assert {item.transitions[0].metrics["elsewhere"] for item in episodes} == {float(apart)}
 
 
-def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(resolve, tmp_path):
-    (tmp_path / "judged.py").write_text(COUNTING)
-    with pytest.raises(
-        ValueError, match=r"'judge'.*another process.*environment_isolation='thread'"
-    ):
-        resolve(f"{tmp_path}/judged.py:Counting", judge=lambda text: 1.0)
-    assert (
-        resolve(
-            f"{tmp_path}/judged.py:Counting", judge=lambda text: 1.0, environment_isolation="thread"
-        )
-        .make()
-        .judge("")
-        == 1.0
-    )
-    with pytest.raises(
-        ValueError, match=r"environment_isolation is one of auto, thread, process.*'fork'"
-    ):
-        resolve(f"{tmp_path}/judged.py:Counting", environment_isolation="fork")
-    once = resolve(f"{tmp_path}/judged.py:Counting")
+def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(resolve, write):
+    name, judge = f"{write(COUNTING)}:Counting", lambda text: 1.0
+    remedy = r"'judge'.*another process.*environment_isolation='thread'"
+    with pytest.raises(ValueError, match=remedy):
+        resolve(name, judge=judge)
+    made = resolve(name, judge=judge, environment_isolation="thread").make()
+    assert made.judge("") == 1.0
+    expected = r"environment_isolation is one of auto, thread, process.*'fork'"
+    with pytest.raises(ValueError, match=expected):
+        resolve(name, environment_isolation="fork")
+    once = resolve(name)
     assert resolve_environment(once) is once
     assert resolve_environment(once, environment_isolation="thread").fork_server is None
     with pytest.raises(ValueError, match="class of this script"):
@@ -882,18 +869,17 @@ def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(reso
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("time.sleep(1000)", "was not ready after 5 s"),
+        ("time.sleep(1000)", "was not ready after 2 s"),
         ("[os.write(fd, b'x' * 99) for fd in fds]", "sent an invalid reply: it begins with b'xxx"),
         ("os._exit(3)", "died: exit code 3"),
     ],
 )
 def test_an_environment_whose_process_does_not_start_is_described(
-    monkeypatch, tmp_path, line, reason
+    monkeypatch, resolve, write, line, reason
 ):
     if "time.sleep" in line:
-        monkeypatch.setattr("rl.envs.fork_server._START_SECONDS", 5.0)
-    (tmp_path / "unready.py").write_text(
-        textwrap.dedent(f"""
+        monkeypatch.setattr("rl.envs.fork_server._START_SECONDS", 2.0)
+    file = write(f"""
         import os, stat, time
         from rl.envs import Environment
         class Unready(Environment):
@@ -904,17 +890,14 @@ def test_an_environment_whose_process_does_not_start_is_described(
             fds = [fd for fd in fds if stat.S_ISSOCK(os.fstat(fd).st_mode)]
             {line}
     """)
-    )
-    spec = isolate_environment(parse_environment(f"{tmp_path}/unready.py:Unready", []))
+    spec = resolve(f"{file}:Unready")
     with pytest.raises(UserError) as caught:
         spec.fork_server.begin()
     assert f"process of environment {spec.name} {reason}" in str(caught.value)
 
 
-def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
-    file = tmp_path / "sharing.py"
-    file.write_text(
-        textwrap.dedent("""
+def test_what_a_group_shares_is_made_once_in_its_own_process(play, resolve, write):
+    file = write("""
         import os
         from rl.envs import Environment, TurnResult
         class Sharing(Environment):
@@ -926,51 +909,43 @@ def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
                 metrics = {"by": self.shared["by"], "mine": os.getpid(), "above": os.getppid()}
                 return TurnResult(reward=self.shared["number"], done=True, metrics=metrics)
     """)
-    )
-    spec = isolate_environment(parse_environment(f"{file}:Sharing", []))
-    result = play(spec, lambda *_: "a", members=3, rows=[{}, {}])
-    spec.fork_server.close()
+    result = play(resolve(f"{file}:Sharing"), lambda *_: "a", members=3, rows=[{}, {}])
     assert not result.errors
+    makers = set()
     for group in result.groups:
         metrics = [episode.transitions[0].metrics for episode in group.trajectories_G]
-        assert len({m["by"] for m in metrics}) == 1 and len({m["mine"] for m in metrics}) == 3
-        assert all(m["above"] == m["by"] for m in metrics)
+        (maker,) = {m["by"] for m in metrics}
+        assert len({m["mine"] for m in metrics}) == 3 and {m["above"] for m in metrics} == {maker}
         assert len(set(group.get_total_rewards())) == 1
-    assert (
-        len({group.trajectories_G[0].transitions[0].metrics["by"] for group in result.groups}) == 2
-    )
+        makers.add(maker)
+    assert len(makers) == 2
 
 
-def test_episodes_after_an_async_share_have_loops_of_their_own(play, tmp_path):
+def test_episodes_after_an_async_share_have_loops_of_their_own(play, resolve, write):
     """A loop that forks shared would lose the wake-ups of its threads to other episodes."""
-    file = tmp_path / "waiting.py"
-    file.write_text(
-        textwrap.dedent("""
+    file = write("""
         import asyncio
         from rl.envs import Environment, TurnResult
+        async def wait():
+            for _ in range(60):
+                await asyncio.to_thread(sum, [1])
         class Waiting(Environment):
             async def share(self):
                 await asyncio.sleep(0)
             async def start(self):
-                for _ in range(60):
-                    await asyncio.to_thread(sum, [1])
+                await wait()
                 return "q"
             async def step(self, answer):
-                for _ in range(60):
-                    await asyncio.to_thread(sum, [1])
+                await wait()
                 return TurnResult(reward=1.0, done=True)
     """)
-    )
-    spec = isolate_environment(parse_environment(f"{file}:Waiting", []))
+    spec = resolve(f"{file}:Waiting")
     result = play(spec, lambda *_: "a", members=4, limits=EpisodeLimits(seconds=20))
-    spec.fork_server.close()
     assert not result.errors and result.groups[0].get_total_rewards() == [1.0] * 4
 
 
-def test_results_of_a_process_are_those_of_a_thread(play, tmp_path):
-    file = tmp_path / "results.py"
-    file.write_text(
-        textwrap.dedent("""
+def test_results_of_a_process_are_those_of_a_thread(play, resolve, write):
+    file = write("""
         from pathlib import Path
         import numpy as np
         from PIL import Image
@@ -986,20 +961,15 @@ def test_results_of_a_process_are_those_of_a_thread(play, tmp_path):
                 image = {"type": "image", "image": Image.new("RGB", (8, 8), "red")}
                 return [{"role": "user", "content": [image]}]
     """)
-    )
-    seen = []
     for isolation in ("thread", "process"):
-        spec = resolve_environment(f"{file}:Keys", environment_isolation=isolation)
+        spec = resolve(f"{file}:Keys", environment_isolation=isolation)
         result = play(spec, lambda *_: "a")
         (turn,) = result.groups[0].trajectories_G[0].transitions
-        seen.append((turn.metrics["4"], turn.logs["3"], turn.logs["at"]))
-    assert not result.errors and seen[0] == seen[1] == (1.0, {"(1, 2)": [1]}, "a")
-    picture = resolve_environment(f"{file}:Picture")
-    spec.fork_server.close()
+        seen = (turn.metrics["4"], turn.logs["3"], turn.logs["at"])
+        assert not result.errors and seen == (1.0, {"(1, 2)": [1]}, "a")
+    picture = resolve(f"{file}:Picture")
     picture.fork_server.begin()
-    episode = picture.fork_server.fork()
-    (message,) = episode.ask("it", "start", task=EpisodeTask({}, 0)).first_turn
-    picture.fork_server.close()
+    (message,) = picture.fork_server.fork().ask("it", "start", task=EpisodeTask({}, 0)).first_turn
     image = open_image(make_image_chunk(message["content"][0]["image"]))
     assert image.size == (8, 8) and image.getpixel((0, 0)) == (255, 0, 0)
 
@@ -1018,10 +988,9 @@ class Silent(Environment):
 
 
 def test_what_start_cannot_return_is_named(play):
-    (error,) = play(Ended, lambda *_: "a").errors
-    assert "ended its episode in start()" in error
-    (error,) = play(Silent, lambda *_: "a").errors
-    assert "returned no messages" in error
+    for environment, says in ((Ended, "ended its episode in start()"), (Silent, "no messages")):
+        (error,) = play(environment, lambda *_: "a").errors
+        assert says in error
     assert not play(Silent, lambda *_: "a", system_prompt="Be brief.").errors
 
 
@@ -1096,28 +1065,25 @@ def test_a_grader_that_spins_for_ever_scores_0_and_the_next_episode_is_graded(
 
 
 @pytest.mark.parametrize("options", ["thread", "process"])
-def test_answers_of_a_built_in_environment_are_graded_wherever_it_runs(play, options):
-    spec = resolve_environment(
-        "calculator", environment_isolation=options, grader="math_correctness"
-    )
+def test_answers_of_a_built_in_environment_are_graded_wherever_it_runs(play, resolve, options):
+    spec = resolve("calculator", environment_isolation=options, grader="math_correctness")
     answers = iter([r"\boxed{14/2}", r"\boxed{9^{9^{9^9}}}", r"\boxed{"])
     result = play(spec, lambda *_: next(answers), rows=[asked_row("7")] * 3)
-    if spec.fork_server is not None:
-        spec.fork_server.close()
     assert not result.errors
     assert [group.get_total_rewards() for group in result.groups] == [[1.0], [0.0], [0.0]]
 
 
 def test_a_grader_of_ones_own_reads_its_variables_and_what_it_raises_is_named(
-    play, tmp_path, monkeypatch
+    play, write, monkeypatch
 ):
     monkeypatch.setenv("MY_SERVICE_KEY", "k")
-    (tmp_path / "mine.py").write_text(
-        "import os\ndef mine(prompt, response, meta):\n    return {'k': 0.5}[response[:1] and "
-        "os.environ['MY_SERVICE_KEY'] + response[1:]]\n"
-    )
-    spec = resolve_environment("calculator", grader=f"{tmp_path / 'mine.py'}:mine")
+    file = write("""
+        import os
+        def mine(prompt, response, meta):
+            return {"k": 0.5}[response[:1] and os.environ["MY_SERVICE_KEY"] + response[1:]]
+    """)
     answers = iter(["a", "bad"])
+    spec = resolve_environment("calculator", grader=f"{file}:mine")
     result = play(spec, lambda *_: next(answers), rows=[asked_row("7")] * 2)
     assert [group.get_total_rewards() for group in result.groups] == [[0.5]]
     assert len(result.errors) == 1 and "KeyError" in result.errors[0]
