@@ -91,36 +91,34 @@ def test_a_batched_reward_is_called_once_with_all_that_was_submitted(reward_file
     assert set(scorer.take_seconds()) == {"lengths"} and scorer.take_seconds() == {}
 
 
-@pytest.mark.parametrize("kind", ["raise", "die", "nonsense", "nan", "drop", "print"])
-def test_one_bad_answer_of_a_batch_costs_itself_alone(reward_file, kind, caplog):
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("raise", "a bad one among 1"),
+        ("die", "exit code 3"),
+        ("nonsense", "'seven'"),
+        ("nan", "nan"),
+        ("drop", "0 rewards for 1"),
+        ("print", None),
+    ],
+)
+def test_one_bad_answer_of_a_batch_costs_itself_alone(reward_file, kind, says, caplog):
     caplog.set_level(logging.ERROR)
     items = [*RIGHT[:5], ("the bad one", kind, {"n": 0}), *RIGHT[5:]]
     result, scorer = score_items(f"{reward_file}:lengths", items)
     bad = result.pop(5)
     assert [score.reward for score in result] == [float(n) for n in range(12)]
-    if kind == "print":
+    if says is None:
         assert bad.reward == len("print")
         return
-    assert bad.reward is None and "the bad one" in bad.error
-    expected = {
-        "raise": "a bad one among 1",
-        "die": "exit code 3",
-        "nonsense": "'seven'",
-        "nan": "nan",
-        "drop": "0 rewards for 1",
-    }
-    assert expected[kind] in bad.error
+    assert bad.reward is None and "the bad one" in bad.error and says in bad.error
     assert sum(scorer.counts[name] for name in ("errors", "timeouts", "nan", "deaths")) == 1
 
 
 @pytest.mark.slow
 def test_an_answer_on_which_a_batch_hangs_costs_itself_alone(reward_file):
-    result, scorer = score_items(
-        f"{reward_file}:lengths",
-        [*RIGHT[:2], ("p", "hang", {"n": 0}), RIGHT[3]],
-        timeout=1.0,
-        workers=2,
-    )
+    items = [*RIGHT[:2], ("p", "hang", {"n": 0}), RIGHT[3]]
+    result, scorer = score_items(f"{reward_file}:lengths", items, timeout=1.0, workers=2)
     assert [score.reward for score in result] == [0.0, 1.0, None, 3.0]
     assert scorer.counts["timeouts"] == 1 and "did not end within 1 s" in result[2].error
 
@@ -222,33 +220,22 @@ def test_a_sum_of_all_kinds_at_once(reward_file):
     reward = resolve_reward("composite", weights=weights)
     assert reward.batched and reward.episode and not reward.inline_safe
     with Scorer(reward) as scorer:
-        items = [
-            ("6", {"answer": "6", "n": 1}),
-            ("raise", {"answer": "6", "n": 2}),
-            ("12", {"answer": "6", "n": 3}),
+        pending = [
+            scorer.submit("p", response, {"answer": "6", "n": n}, EPISODE)
+            for n, response in enumerate(("6", "raise", "12"), start=1)
         ]
-        results = [
-            p.result()
-            for p in [scorer.submit("p", response, meta, EPISODE) for response, meta in items]
-        ]
-        assert [score.reward for score in results] == [
-            pytest.approx(1 + 0.5 + 0.1 + 20),
-            None,
-            pytest.approx(0 + 1 + 0.2 + 20),
-        ]
-        assert results[0].metrics == {
-            "exact_match": 1.0,
-            "correct": 1.0,
-            "lengths": 1.0,
-            "calls": pytest.approx(results[0].metrics["calls"]),
-            "n": 1.0,
-            "waits": 1.0,
-            "turns": 2.0,
-            "tools": 1.0,
-        }
+        results = [each.result() for each in pending]
         seconds = scorer.take_seconds()
-        assert set(seconds) == {"exact_match", "lengths", "waits", "turns"}
-        assert seconds["waits"] > 0.15 > seconds["exact_match"] >= 0
+    assert [score.reward for score in results] == [
+        pytest.approx(1 + 0.5 + 0.1 + 20), None, pytest.approx(0 + 1 + 0.2 + 20),
+    ]  # fmt: skip
+    assert results[0].metrics.pop("calls") > 0
+    assert results[0].metrics == {
+        "exact_match": 1.0, "correct": 1.0, "lengths": 1.0, "n": 1.0, "waits": 1.0, "turns": 2.0,
+        "tools": 1.0,
+    }  # fmt: skip
+    assert set(seconds) == {"exact_match", "lengths", "waits", "turns"}
+    assert seconds["waits"] > 0.15 > seconds["exact_match"] >= 0
 
 
 def test_each_of_several_rewards_has_its_time_wherever_it_runs():
@@ -256,15 +243,16 @@ def test_each_of_several_rewards_has_its_time_wherever_it_runs():
         time.sleep(0.05)
         return 1.0
 
-    for spec in (slow, "exact_match", "math_correctness"):
-        with Scorer(
-            resolve_reward("composite", weights={spec: 1.0}) if isinstance(spec, str) else spec
-        ) as scorer:
+    for name, reward in (
+        ("slow", slow),
+        ("exact_match", resolve_reward("composite", weights={"exact_match": 1.0})),
+        ("math_correctness", resolve_reward("composite", weights={"math_correctness": 1.0})),
+    ):
+        with Scorer(reward) as scorer:
             scores = scorer.score_many([("p", "1", {"answer": "1"})] * 3)
             assert not any(key.startswith("time/") for score in scores for key in score.metrics)
-            ((name, seconds),) = scorer.take_seconds().items()
-            assert name == (spec if isinstance(spec, str) else "slow")
-            assert seconds >= (0.15 if spec is slow else 0.0)
+            ((timed, seconds),) = scorer.take_seconds().items()
+            assert timed == name and seconds >= (0.15 if name == "slow" else 0.0)
 
 
 # --------------------------------------------------------------------- rewards for style and length
@@ -340,14 +328,9 @@ def test_a_language_is_told_by_its_library():
     pytest.importorskip("py3langid")
     german = "Der schnelle braune Fuchs springt über den faulen Hund."
     english = "The quick brown fox jumps over the lazy dog."
-    reward = resolve_reward("language", language="de")
-    assert reward("", german) > 0.9 > 0.1 > reward("", english)
-    assert (
-        resolve_reward("language")(english, english)
-        > 0.9
-        > 0.1
-        > resolve_reward("language")(english, german)
-    )
+    of_german, of_prompt = resolve_reward("language", language="de"), resolve_reward("language")
+    assert of_german("", german) > 0.9 > 0.1 > of_german("", english)
+    assert of_prompt(english, english) > 0.9 > 0.1 > of_prompt(english, german)
 
 
 # --------------------------------------------------------------------- with an environment's reward
@@ -357,20 +340,10 @@ def trajectory(*turns):
     """Return a trajectory of turns (messages, answer, reward)."""
     made = []
     for messages, answer, reward in turns:
-        logs = {
-            "new_messages": [{"role": role, "content": text} for role, text in messages],
-            "response": answer,
-        }
-        made.append(
-            Transition(
-                ModelInput.from_ints([1]),
-                SampledSequence([2, 3], [-1.0, -1.0]),
-                reward,
-                False,
-                {},
-                logs,
-            )
-        )
+        new = [{"role": role, "content": text} for role, text in messages]
+        sampled = SampledSequence([2, 3], [-1.0, -1.0])
+        logs = {"new_messages": new, "response": answer}
+        made.append(Transition(ModelInput.from_ints([1]), sampled, reward, False, {}, logs))
     return Trajectory(made)
 
 
@@ -431,14 +404,10 @@ def test_a_single_answer_is_an_episode_of_one_turn(reward_file):
 @pytest.mark.slow
 def test_a_run_adds_an_episodes_reward_to_its_environments(reward_file, tmp_path):
     words = (
-        "grpo --base-model tiny:ascii --environment calculator --environment.without_tool --steps "
-        "2 --batch-size 2"
+        "grpo --base-model tiny:ascii --environment calculator --environment.without_tool "
+        "--steps 2 --batch-size 2 --group-size 2 --max-tokens 4 --eval-every 0 --save-every 0"
     )
-    rows = train(
-        f"{words} --group-size 2 --max-tokens 4 --eval-every 0 --save-every 0 --reward "
-        f"{reward_file}:turns",
-        tmp_path,
-    )
+    rows = train(f"{words} --reward {reward_file}:turns", tmp_path)
     rows = [row for row in rows if "progress/batch" in row]
     assert len(rows) == 2
     for row in rows:
