@@ -67,11 +67,6 @@ def test_an_unmarked_answer_is_the_last_expression(response: str, answer: str):
     assert reward("", response, {"answer": "77"}) == 0.0
 
 
-def _answers(shared_data: Path) -> list[str]:
-    lines = (shared_data / "math" / "MATH_train.jsonl").read_text().splitlines()
-    return [answer for line in lines if (answer := json.loads(line)["answer"])]
-
-
 def _other_spelling(answer: str) -> str:
     """Return the same answer in other LaTeX, so that the test needs more than a text comparison."""
     return (
@@ -87,29 +82,19 @@ def _other_spelling(answer: str) -> str:
 ALIKE = {("50", "50^{\\circ}"), ("\\frac12", "\\frac{1}{2}"), ("80 \\%", "80"), (" \\$ 5", "5")}
 
 
-def _check_population(answers: list[str]) -> None:
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.campaign)])
+def test_answers_of_math_are_right_for_themselves_and_wrong_for_others(shared_data, every: int):
+    lines = (shared_data / "math" / "MATH_train.jsonl").read_text().splitlines()
+    answers = [answer for line in lines if (answer := json.loads(line)["answer"])][::every]
     reward = resolve_reward("math_correctness")
-    wrong = [
-        answer
-        for answer in answers
-        if reward("", f"\\boxed{{{_other_spelling(answer)}}}", {"answer": answer}) != 1.0
-    ]
-    assert wrong == []
-    positives = [
-        (answer, other)
-        for answer, other in zip(answers, [*answers[1:], answers[0]], strict=True)
-        if answer != other and reward("", f"\\boxed{{{other}}}", {"answer": answer}) == 1.0
-    ]
-    assert set(positives) <= ALIKE
 
+    def is_right(answer: str, expected: str) -> bool:
+        return reward("", f"\\boxed{{{answer}}}", {"answer": expected}) == 1.0
 
-def test_answers_of_math_are_right_for_themselves_and_wrong_for_others(shared_data: Path):
-    _check_population(_answers(shared_data)[::40])
-
-
-@pytest.mark.campaign
-def test_all_answers_of_math_are_right_for_themselves_and_wrong_for_others(shared_data: Path):
-    _check_population(_answers(shared_data))
+    assert [answer for answer in answers if not is_right(_other_spelling(answer), answer)] == []
+    neighbours = zip(answers, [*answers[1:], answers[0]], strict=True)
+    positives = {pair for pair in neighbours if pair[0] != pair[1] and is_right(pair[1], pair[0])}
+    assert positives <= ALIKE
 
 
 def test_all_answers_of_gsm8k_are_right_for_themselves(shared_data: Path):
