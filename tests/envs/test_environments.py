@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from scripted import ScriptedSampler
+from test_reward_endings import wait_until
 
 from rl.config import SettingsError
 from rl.envs import (
@@ -256,6 +257,8 @@ def test_an_answer_that_was_cut_off_is_known_as_such(play):
 
 
 def test_system_prompts_and_async_environments(play):
+    closed = []
+
     class AsyncEnvironment(Environment):
         async def start(self):
             self.loop = asyncio.get_running_loop()
@@ -270,14 +273,10 @@ def test_system_prompts_and_async_environments(play):
         async def close(self):
             closed.append(asyncio.get_running_loop() is self.loop)
 
-    closed = []
-    result = play(AsyncEnvironment, lambda *_: "a", members=3, system_prompt="Be brief. ")
-    assert result.groups[0].get_total_rewards() == [2.0] * 3
-    assert result.groups[0].trajectories_G[0].transitions[0].ob.length == len("Be brief. q")
-    end = time.monotonic() + 5
-    while len(closed) < 3 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert closed == [True] * 3
+    (group,) = play(AsyncEnvironment, lambda *_: "a", members=3, system_prompt="Be brief. ").groups
+    assert group.get_total_rewards() == [2.0] * 3
+    assert group.trajectories_G[0].transitions[0].ob.length == len("Be brief. q")
+    assert wait_until(lambda: len(closed) == 3, 5) and closed == [True] * 3
 
 
 def test_what_a_group_shares_is_made_once(play):
@@ -295,12 +294,11 @@ def test_what_a_group_shares_is_made_once(play):
         def step(self, answer):
             return TurnResult(reward=self.shared["words"][0], done=True)
 
-    result = play(
-        SharedStateEnvironment, lambda *_: "a", members=4, rows=[{"seed": 5}, {"seed": 6}]
-    )
+    rows = [{"seed": 5}, {"seed": 6}]
+    result = play(SharedStateEnvironment, lambda *_: "a", members=4, rows=rows)
     assert sorted(made) == [5, 6]
-    assert [len(set(group.get_total_rewards())) for group in result.groups] == [1, 1]
-    assert result.groups[0].get_total_rewards() != result.groups[1].get_total_rewards()
+    first, second = (set(group.get_total_rewards()) for group in result.groups)
+    assert len(first) == len(second) == 1 and first != second
 
 
 # -------------------------------------------------------------------------------------------- tools
@@ -356,20 +354,15 @@ def shout(times: int) -> str:
     return "A" * times
 
 
+# text with calls -> the beginning of each answer, or a part of it
 CALLS = {
     "several at once": (
         call("note", key="a", value="1") + "\n" + call("boom"),
         ["a is kept", "Error: RuntimeError: no way"],
     ),
     "a hang": (call("nap", seconds=60), ["Error: nap took longer than 0.3 s"]),
-    "no such tool": (
-        call("nott", key="a"),
-        ["Error: no tool is named 'nott', did you mean 'note'?"],
-    ),
-    "a missing argument": (
-        call("note", key="a"),
-        ["Error: note: missing a required argument: 'value'"],
-    ),
+    "no such tool": (call("nott"), ["Error: no tool is named 'nott', did you mean 'note'?"]),
+    "no value": (call("note", key="a"), ["Error: note: missing a required argument: 'value'"]),
     "one too many": (call("boom", x=1), ["Error: boom: got an unexpected keyword argument 'x'"]),
     "no JSON": (
         "<tool_call>\nnote(1)\n</tool_call>",
@@ -384,29 +377,21 @@ CALLS = {
 def test_calls_are_answered_each_within_its_limits(play, name):
     output, expected = CALLS[name]
     begin = time.monotonic()
-    result = play(
-        WithTools,
-        lambda prompt, turn, *_: output if turn == 0 else "done",
-        limits=EpisodeLimits(seconds=30),
-    )
+    result = play(WithTools, lambda prompt, turn, *_: "done" if turn else output)
     assert not result.errors and time.monotonic() - begin < 15
-    (group,) = result.groups
-    first, last = group.trajectories_G[0].transitions
-    messages = [message["content"] for message in last.logs["new_messages"]]
-    assert all(message["role"] == "tool" for message in last.logs["new_messages"])
-    assert len(messages) == len(expected)
-    for text, beginning in zip(messages, expected, strict=True):
-        assert text.startswith(beginning) or beginning in text
+    first, last = result.groups[0].trajectories_G[0].transitions
+    messages = last.logs["new_messages"]
+    assert [message["role"] for message in messages] == ["tool"] * len(expected)
+    for message, part in zip(messages, expected, strict=True):
+        assert part in message["content"]
     assert len(first.logs["tool_calls"]) == len(expected) == last.reward
-    malformed = name in ("no such tool", "a missing argument", "one too many", "no JSON", "cut off")
+    malformed = name in ("no such tool", "no value", "one too many", "no JSON", "cut off")
     assert last.metrics["tool/calls"] == len(expected)
     assert last.metrics["tool/malformed"] == malformed
     assert last.metrics["tool/failed"] == (name in ("several at once", "a hang"))
     # the model has read each tool result as logged, after its answer
-    assert last.ob.to_ints()[: first.ob.length + len(first.ac.tokens)] == [
-        *first.ob.to_ints(),
-        *first.ac.tokens,
-    ]
+    before = [*first.ob.to_ints(), *first.ac.tokens]
+    assert last.ob.to_ints()[: len(before)] == before
 
 
 def test_the_tools_descriptions_are_those_of_transformers():
@@ -785,13 +770,8 @@ def test_what_breaks_costs_its_own_episode(play, bad_file, bad_process, isolatio
 
 def test_a_tool_that_dies_costs_its_call(play, bad_process):
     """A plain function runs in a separate process there, and its printed output is discarded."""
-    text = call("dies") + call("prints") + call("dies")
-    result = play(
-        bad_process,
-        lambda prompt, turn, *_: text if turn == 0 else "a",
-        members=2,
-        rows=[{"how": "", "when": ""}],
-    )
+    text, rows = call("dies") + call("prints") + call("dies"), [{"how": "", "when": ""}]
+    result = play(bad_process, lambda _, turn, *rest: "a" if turn else text, members=2, rows=rows)
     (group,) = result.groups
     assert not result.errors and group.get_total_rewards() == [0.0, 1.0]
     for episode in group.trajectories_G:

@@ -35,17 +35,11 @@ def play(game, player, draw):
 
 @pytest.mark.parametrize("count", [*range(1, 40), 64, 100])
 def test_halving_needs_as_few_guesses_as_any_strategy(count):
-    draw = random.Random(0)
-    needed = [
-        play(guess_number_env.NumberGame(s, 5, 4 + count), guess_number_env.guess_middle, draw)
-        for s in range(5, 5 + count)
-    ]
-    assert (
-        max(needed)
-        == count_fewest_guesses(count)
-        == guess_number_env.count_guesses_needed(count)
-        == math.floor(math.log2(count)) + 1
-    )
+    draw, rule = random.Random(0), guess_number_env.guess_middle
+    games = [guess_number_env.NumberGame(secret, 5, 4 + count) for secret in range(5, 5 + count)]
+    needed = max(play(game, rule, draw) for game in games)
+    assert needed == count_fewest_guesses(count) == math.floor(math.log2(count)) + 1
+    assert needed == guess_number_env.count_guesses_needed(count)
 
 
 def test_answers_say_where_the_secret_is():
@@ -113,24 +107,18 @@ def test_all_games_are_as_many_as_there_are():
 @pytest.mark.parametrize("mark", tic_tac_toe_env.MARKS)
 def test_perfect_play_never_loses_whatever_the_other_does(mark):
     """Play every move that the perfect player may draw against every move of the opponent."""
-    seen, boards = set(), [tic_tac_toe_env.EMPTY]
-    ends = set()
+    seen, boards, ends = set(), [tic_tac_toe_env.EMPTY], set()
     while boards:
         board = boards.pop()
         if tic_tac_toe_env.is_over(board):
             ends.add(tic_tac_toe_env.find_winner(board))
             continue
         turn = tic_tac_toe_env.next_mark(board)
-        cells = (
-            tic_tac_toe_env.find_best_cells(board)
-            if turn == mark
-            else tic_tac_toe_env.find_free_cells(board)
-        )
-        for cell in cells:
-            after = tic_tac_toe_env.place_mark(board, cell, turn)
-            if after not in seen:
-                seen.add(after)
-                boards.append(after)
+        is_perfect = turn == mark
+        find = tic_tac_toe_env.find_best_cells if is_perfect else tic_tac_toe_env.find_free_cells
+        after = {tic_tac_toe_env.place_mark(board, cell, turn) for cell in find(board)} - seen
+        seen |= after
+        boards += after
     assert ends == {mark, None}
 
 
