@@ -779,13 +779,14 @@ def test_a_tool_that_dies_costs_its_call(play, bad_process):
         assert messages == ["Error: dies died", "printed", "Error: dies died"]
 
 
-def test_the_process_gone_it_is_begun_again(play, bad_process):
-    rows = [{"how": "", "when": ""}]
-    assert not play(bad_process, lambda *_: "a", rows=rows).errors
-    while remaining := find_descendants(os.getpid()):
+def test_the_process_gone_it_is_begun_again(play, resolve, bad_file):
+    spec, rows = resolve(f"{bad_file}:Bad"), [{"how": "", "when": ""}]
+    others = set(find_descendants(os.getpid()))
+    assert not play(spec, lambda *_: "a", rows=rows).errors
+    while remaining := set(find_descendants(os.getpid())) - others:
         for pid in remaining:
             kill_process(pid)
-    assert not play(bad_process, lambda *_: "a", rows=rows).errors
+    assert not play(spec, lambda *_: "a", rows=rows).errors
 
 
 # ------------------------------------------------------------------- the same, resolved in a script

@@ -194,7 +194,9 @@ def check_spec(spec, rows=ROWS):
         return check_reward(scorer, rows)
 
 
-def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
+def test_a_reward_is_tried_on_rows_with_their_own_answers(file, monkeypatch):
+    # a thread starts faster than the process in which a reward of a file runs
+    monkeypatch.setattr("rl.rewards.reward_scorer._select_place", lambda reward: "thread")
     for reward in ("exact_match", f"{file}:by_list", f"{file}:whole"):
         assert check_spec(reward) == []
     bare = [Problem(({"role": "user", "content": "a"},), {}, tag="bare")]

@@ -87,12 +87,12 @@ def test_a_built_in_grader_that_hangs_scores_0_and_the_next_answer_is_graded():
 
 
 def test_a_built_in_grader_whose_worker_is_killed_scores_0():
+    others = set(find_descendants(os.getpid()))
     with Scorer(resolve_reward("format_compliance", **ENDLESS), timeout=60.0, workers=1) as scorer:
         pending = scorer.submit("", "a" * 40 + "b", {})
-        others = set(find_descendants(os.getpid()))
         with pytest.raises(TimeoutError):
             pending.result(timeout=1.0)
-        for pid in others:
+        for pid in set(find_descendants(os.getpid())) - others:
             kill_process(pid)
         score = pending.result(timeout=30.0)
     assert score.reward == 0.0 and score.metrics == {"gave_up": 1.0}
