@@ -61,22 +61,6 @@ def test_every_box_of_maths_solutions_is_read(shared_data: Path):
     ]
 
 
-def test_a_sample_of_published_grades(shared_data: Path):
-    """Grade every twentieth solution, and all solutions of the two problems with different grades."""
-    chosen = [
-        first
-        for i, first in enumerate(qwen(shared_data, "answer"))
-        if i % 20 == 0 or first.place.split()[0] in ("3", "72")
-    ]
-    graded, differ = compare("math_correctness", iter(chosen))
-    assert graded == 55 and [first.place for first, _ in differ] == [
-        *(f"3 sample {i}" for i in range(8)),
-        "72 sample 7",
-    ]
-    # Our grades are right: the published ones misread a unit and a thousands separator.
-    assert all(result and reason(first, result) for first, result in differ)
-
-
 @pytest.mark.slow
 def test_graders_agree_with_published_grades(shared_data: Path):
     # with MATH's answer as reference, the eight published grades of problem 3 are wrong

@@ -196,13 +196,6 @@ class V:
     assert grade.passed == [True] * len(right) + [False] * len(wrong), grade.reasons
 
 
-def test_humaneval_texts_are_called_with_the_entry_point(sandbox):
-    text = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 3\n    assert candidate(0) == 1\n"
-    assert sandbox.grade("def inc(x): return x + 1", Asserts("", [text], "inc")).all
-    assert not sandbox.grade("def inc(x): return 3", Asserts("", [text], "inc")).all
-    assert not sandbox.grade("def inc(x): pass", Asserts("", [text], "inc")).all
-
-
 @pytest.mark.parametrize(
     ("returned", "expected", "compare"),
     [
