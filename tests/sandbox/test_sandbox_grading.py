@@ -206,10 +206,9 @@ def test_everything_may_be_imported_from_the_program(sandbox):
     for i, (head, test) in enumerate(STAR_IMPORTS):
         files[f"test_{i:02}.py"] = f"{head}\n\n{test}\n"
     for text, passes in ((program, True), (wrong, False)):
-        grade = sandbox.grade(text, Pytest(files))
-        other = [case for case, passed in zip(STAR_IMPORTS, grade.passed, strict=True)
-                 if passed != passes]  # fmt: skip
-        assert other == [], grade.reasons
+        grade = sandbox.grade(text, Pytest(files), limits=SandboxLimits(wall_s=30, total_s=60))
+        results = zip(STAR_IMPORTS, grade.passed, strict=True)
+        assert [case for case, passed in results if passed != passes] == [], grade.reasons
 
 
 # -------------------------------------------------------------------------------------- comparators
