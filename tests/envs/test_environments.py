@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import os
+import re
 import sys
 import textwrap
 import time
@@ -117,19 +118,10 @@ class GuessEnvironment(Environment):
 
 def guess_middle(prompt, *_):
     """Return the midpoint of the range that the conversation leaves."""
-    low, high, guess = 0, 99, 49
-    text = prompt.removeprefix("Guess.")
-    while text:
-        for word in ("higher", "lower"):
-            number, result, rest = text.partition(word)
-            digits = "".join(c for c in number if c.isdigit())
-            if result and digits and int(digits) == guess:
-                low, high = (guess + 1, high) if word == "higher" else (low, guess - 1)
-                text, guess = rest, (low + high) // 2
-                break
-        else:
-            raise AssertionError(text)
-    return str(guess)
+    low, high = 0, 99
+    for guess, answer in re.findall(r"(\d+)\D*?(higher|lower)", prompt):
+        low, high = (int(guess) + 1, high) if answer == "higher" else (low, int(guess) - 1)
+    return str((low + high) // 2)
 
 
 def test_a_files_place_does_not_change_its_episodes(tmp_path):
@@ -175,9 +167,8 @@ def test_a_conversation_is_played_to_its_end(play):
         first.advantage = 1.0
         # every prompt continued where the previous answer ended
         (datum,) = trajectory_to_datums(first)
-        assert datum.loss_fn_inputs["mask"].array.sum() == sum(
-            len(t.ac.tokens) for t in first.transitions
-        )
+        sampled = sum(len(t.ac.tokens) for t in first.transitions)
+        assert datum.loss_fn_inputs["mask"].array.sum() == sampled
     numbers = {group.trajectories_G[0].transitions[-1].logs["number"] for group in result.groups}
     assert len(numbers) > 1
     assert compute_group_metrics(result.groups)["env/all/found"] == 1.0
@@ -188,9 +179,8 @@ def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
     (group,) = result.groups
     (episode,) = group.trajectories_G
     episode.advantage = 0.5
-    (row,) = json.loads(
-        json.dumps(list(build_rollout_rows(result, get_renderer("plain", ascii_tokenizer), 1.0)))
-    )
+    renderer = get_renderer("plain", ascii_tokenizer)
+    (row,) = json.loads(json.dumps(list(build_rollout_rows(result, renderer, 1.0))))
     turns = row["turns"]
     assert [turn["role"] for turn in turns] == ["user", "assistant"] * len(episode.transitions)
     assert [turn["sampled"] for turn in turns] == [False, True] * len(episode.transitions)
