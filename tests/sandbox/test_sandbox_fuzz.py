@@ -251,7 +251,7 @@ def test_random_bytes_from_the_candidates_process():
         for bare in (False, True):
             raw = [
                 draw.randbytes(draw.randrange(60)) if bare else frame(draw, draw.randrange(3))
-                for _ in range(60)
+                for _ in range(30)
             ]
             raw = [body if body or not bare else b"\x00" * 9 for body in raw]
             program = make_adversary(raw, bare)
@@ -262,4 +262,4 @@ def test_random_bytes_from_the_candidates_process():
                 assert len(grade.passed) == len(raw) and not any(grade.passed)
                 words = Counter(reason.split(":")[0] for reason in grade.reasons)
                 assert words.keys() <= {"forged", "wrong", "error", "output", "timeout"}, words
-                assert words["output" if bare else "forged"] > 5, words
+                assert words["output" if bare else "forged"] > 3, words
