@@ -201,6 +201,7 @@ def test_a_machine_that_cannot_load_the_reward_leaves_its_work_to_the_others(
     two_machines, file, caplog, monkeypatch
 ):
     """The reward is a module of rank 0's path only."""
+    monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
     monkeypatch.syspath_prepend(str(file.parent))
     with Scorer("rewards_of_machines:slow", workers=1, machines=two_machines.machines) as scorer:
         two_machines.wait(scorer, 2)
