@@ -49,31 +49,24 @@ def scorers(kind: str) -> Any:
 # ------------------------------------------------------------------------------- program extraction
 
 
-@pytest.mark.parametrize(
-    ("response", "fenced", "any_"),
-    [
-        ("So:\n```python\nx = 1\n```\nDone.", "x = 1\n", "x = 1\n"),
-        ("```\nx = 1\n```", "x = 1\n", "x = 1\n"),
-        ("```py\nx = 1\n```\nor\n```python\nx = 2\n```", "x = 2\n", "x = 2\n"),
-        ("```python\nx = 1\n```\n```bash\nls\n```", "x = 1\n", "x = 1\n"),
-        ("~~~python\nx = '```'\n~~~", "x = '```'\n", "x = '```'\n"),
-        ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n", "x = '''\n```\n'''\n"),
-        ("x = 1", None, "x = 1"),
-        ("```python\nx = 1", None, None),  # truncated
-        ("```python\nx = 1\n```\nBetter:\n```python\nx = ", "x = 1\n", "x = 1\n"),
-        ("```bash\nls\n```", None, "```bash\nls\n```"),
-        ("```python\n```", "", ""),
-        ("```python\nx = 1\n```\nOutput:\n```\n1\n```", "x = 1\n", "x = 1\n"),
-        ("```\nx = 1\n```\n```\nx = 2\n```", "x = 2\n", "x = 2\n"),
-        (
-            "1. So:\n   ```python\n   if x:\n\n       y\n   ```",
-            "if x:\n\n    y\n",
-            "if x:\n\n    y\n",
-        ),
-        ("    ```\nif x:\n    y\n    ```", "if x:\n    y\n", "if x:\n    y\n"),
-        ("", None, ""),
-    ],
-)
+@pytest.mark.parametrize(("response", "fenced", "any_"), [
+    ("So:\n```python\nx = 1\n```\nDone.", "x = 1\n", "x = 1\n"),
+    ("```\nx = 1\n```", "x = 1\n", "x = 1\n"),
+    ("```py\nx = 1\n```\nor\n```python\nx = 2\n```", "x = 2\n", "x = 2\n"),
+    ("```python\nx = 1\n```\n```bash\nls\n```", "x = 1\n", "x = 1\n"),
+    ("~~~python\nx = '```'\n~~~", "x = '```'\n", "x = '```'\n"),
+    ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n", "x = '''\n```\n'''\n"),
+    ("x = 1", None, "x = 1"),
+    ("```python\nx = 1", None, None),  # truncated
+    ("```python\nx = 1\n```\nBetter:\n```python\nx = ", "x = 1\n", "x = 1\n"),
+    ("```bash\nls\n```", None, "```bash\nls\n```"),
+    ("```python\n```", "", ""),
+    ("```python\nx = 1\n```\nOutput:\n```\n1\n```", "x = 1\n", "x = 1\n"),
+    ("```\nx = 1\n```\n```\nx = 2\n```", "x = 2\n", "x = 2\n"),
+    ("1. So:\n   ```python\n   if x:\n\n       y\n   ```", "if x:\n\n    y\n", "if x:\n\n    y\n"),
+    ("    ```\nif x:\n    y\n    ```", "if x:\n    y\n", "if x:\n    y\n"),
+    ("", None, ""),
+])  # fmt: skip
 def test_what_is_taken_for_the_program(response: str, fenced: str | None, any_: str | None):
     assert code.extract_program(response, "fenced") == fenced
     assert code.extract_program(response, "any") == any_
@@ -109,40 +102,32 @@ DIALOGUES = {"style": "dialogues", "cases": [["1", "2"]], "compare": "floats"}
 CALLS = {"style": "calls", "function": "f", "cases": [[[1], 2]]}
 
 
-@pytest.mark.parametrize(
-    ("meta", "language", "tests", "function"),
-    [
-        ({"tests": ["assert f()"]}, "python", Asserts("", ["assert f()"], None), None),
-        ({"test_list": ["assert f()"]}, "python", Asserts("", ["assert f()"], None), None),
-        ({"tests": '["assert f()"]'}, "python", Asserts("", ["assert f()"], None), None),
-        ({"tests": "assert f()"}, "python", Asserts("", ["assert f()"], None), None),
-        ({"tests": DIALOGUES}, "bash", StdinStdoutTests([("1", "2")], "floats", "bash"), None),
-        ({"tests": CALLS}, "python", Calls("f", [([1], 2)]), "f"),
-        ({"tests": {"style": "pytest", "files": {"a.py": "x"}}}, "python",
-         Pytest({"a.py": "x"}), None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("meta", "language", "tests", "function"), [
+    ({"tests": ["assert f()"]}, "python", Asserts("", ["assert f()"], None), None),
+    ({"test_list": ["assert f()"]}, "python", Asserts("", ["assert f()"], None), None),
+    ({"tests": '["assert f()"]'}, "python", Asserts("", ["assert f()"], None), None),
+    ({"tests": "assert f()"}, "python", Asserts("", ["assert f()"], None), None),
+    ({"tests": DIALOGUES}, "bash", StdinStdoutTests([("1", "2")], "floats", "bash"), None),
+    ({"tests": CALLS}, "python", Calls("f", [([1], 2)]), "f"),
+    ({"tests": {"style": "pytest", "files": {"a.py": "x"}}}, "python", Pytest({"a.py": "x"}), None),
+])  # fmt: skip
 def test_the_forms_of_tests(meta: Any, language: str, tests: Any, function: str | None):
     assert code.parse_tests(meta, language) == (tests, function)
 
 
-@pytest.mark.parametrize(
-    ("meta", "language", "text"),
-    [
-        ({"answer": "3"}, "python", "problem has no tests"),
-        ({"tests": []}, "python", "at least 1 assert"),
-        ({"tests": [3]}, "python", "each a string"),
-        ({"tests": {"style": "guess"}}, "python", "has a style"),
-        ({"tests": {"style": "calls", "cases": []}}, "python",
-         "of style calls has cases, compare, function; got cases"),
-        ({"tests": {**CALLS, "cases": [[1]]}}, "python",
-         "each a pair of input and expected result"),
-        ({"tests": {"style": "asserts", "asserts": ["x"], "timeout": 3}}, "python",
-         "got asserts, timeout"),
-        ({"tests": ["assert f()"]}, "cpp",
-         r"of style asserts is for Python, but meta\['language'\] is 'cpp'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("meta", "language", "text"), [
+    ({"answer": "3"}, "python", "problem has no tests"),
+    ({"tests": []}, "python", "at least 1 assert"),
+    ({"tests": [3]}, "python", "each a string"),
+    ({"tests": {"style": "guess"}}, "python", "has a style"),
+    ({"tests": {"style": "calls", "cases": []}}, "python",
+     "of style calls has cases, compare, function; got cases"),
+    ({"tests": {**CALLS, "cases": [[1]]}}, "python", "each a pair of input and expected result"),
+    ({"tests": {"style": "asserts", "asserts": ["x"], "timeout": 3}}, "python",
+     "got asserts, timeout"),
+    ({"tests": ["assert f()"]}, "cpp",
+     r"of style asserts is for Python, but meta\['language'\] is 'cpp'"),
+])  # fmt: skip
 def test_tests_of_no_form_are_refused(meta: Any, language: str, text: str):
     with pytest.raises(ValueError, match=text):
         code.parse_tests(meta, language)

@@ -13,28 +13,23 @@ from bench.graders import compare, math500, math500_shuffled, qwen, reason
 from rl.rewards.math_reward import extract_boxed_answer, extract_marked_answer
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"$\boxed{\frac{1}{\sqrt{2}}}$", r"\frac{1}{\sqrt{2}}"),
-        (r"\boxed{\left\{1, \{2\}\right\}}", r"\left\{1, \{2\}\right\}"),
-        (
-            r"\boxed{\begin{pmatrix} 1 \\ \frac{2}{3} \end{pmatrix}}",
-            r"\begin{pmatrix} 1 \\ \frac{2}{3} \end{pmatrix}",
-        ),
-        (r"\fbox{4}", "4"),
-        (r"\boxed {5}", "5"),
-        (r"is $\boxed 5$.", "5"),
-        (r"is $\boxed5$.", "5"),
-        (r"\boxed{3} and $\boxed 7.$", "7"),
-        (r"$\boxed 7$, so \boxed{3}", "3"),
-        (r"\boxed{1} then \boxed {2", "1"),
-        (r"} \boxed{3}", "3"),
-        (r"\boxed{}", None),
-        (r"\boxed", None),
-        ("4", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    (r"$\boxed{\frac{1}{\sqrt{2}}}$", r"\frac{1}{\sqrt{2}}"),
+    (r"\boxed{\left\{1, \{2\}\right\}}", r"\left\{1, \{2\}\right\}"),
+    (r"\boxed{\begin{pmatrix} 1 \\ \frac{2}{3} \end{pmatrix}}",
+     r"\begin{pmatrix} 1 \\ \frac{2}{3} \end{pmatrix}"),
+    (r"\fbox{4}", "4"),
+    (r"\boxed {5}", "5"),
+    (r"is $\boxed 5$.", "5"),
+    (r"is $\boxed5$.", "5"),
+    (r"\boxed{3} and $\boxed 7.$", "7"),
+    (r"$\boxed 7$, so \boxed{3}", "3"),
+    (r"\boxed{1} then \boxed {2", "1"),
+    (r"} \boxed{3}", "3"),
+    (r"\boxed{}", None),
+    (r"\boxed", None),
+    ("4", None),
+])  # fmt: skip
 def test_boxes_as_math_writes_them(text: str, answer: str | None):
     assert extract_boxed_answer(text) == extract_marked_answer(text) == answer
 

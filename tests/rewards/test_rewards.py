@@ -86,26 +86,20 @@ def test_a_resolved_reward_of_a_file_or_module_keeps_all_that_it_is(
         resolve_reward(f"{where}:tuned", x=1)
 
 
-@pytest.mark.parametrize(
-    ("spec", "settings", "message"),
-    [
-        (
-            "keyword_contains",
-            {"keyword": ["a"]},
-            "no setting 'keyword': it takes keywords, case_sensitive",
-        ),
-        ("keyword_contains", {}, "needs the setting 'keywords'"),
-        ("exact_match", {"x": 1}, "no setting 'x': it takes none"),
-        ("keyword_contains", {"keywords": "abc"}, "list"),
-        ("format_compliance", {"patterns": ["("]}, "not a regular expression"),
-        ("format_compliance", {}, "nothing to check"),
-        ("no_such_module_x:f", {}, "importing 'no_such_module_x' failed"),
-        ("math:sqroot", {}, "did you mean 'sqrt'"),
-        ("/nowhere/r.py:f", {}, "does not exist"),
-        ("composite", {"weights": {"exact_mach": 1.0}}, "did you mean 'exact_match'"),
-        (3, {}, "callable, got 3"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "settings", "message"), [
+    ("keyword_contains", {"keyword": ["a"]},
+     "no setting 'keyword': it takes keywords, case_sensitive"),
+    ("keyword_contains", {}, "needs the setting 'keywords'"),
+    ("exact_match", {"x": 1}, "no setting 'x': it takes none"),
+    ("keyword_contains", {"keywords": "abc"}, "list"),
+    ("format_compliance", {"patterns": ["("]}, "not a regular expression"),
+    ("format_compliance", {}, "nothing to check"),
+    ("no_such_module_x:f", {}, "importing 'no_such_module_x' failed"),
+    ("math:sqroot", {}, "did you mean 'sqrt'"),
+    ("/nowhere/r.py:f", {}, "does not exist"),
+    ("composite", {"weights": {"exact_mach": 1.0}}, "did you mean 'exact_match'"),
+    (3, {}, "callable, got 3"),
+])  # fmt: skip
 def test_a_bad_spec_or_setting_says_what_is_expected(spec, settings, message):
     with pytest.raises(ValueError, match=message):
         resolve_reward(spec, **settings)

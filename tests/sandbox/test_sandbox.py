@@ -49,18 +49,13 @@ def test_a_run_tells_how_it_ended(sandbox):
     assert "ZeroDivisionError" in sandbox.run("1/0").stderr
 
 
-@pytest.mark.parametrize(
-    ("program", "by"),
-    [
-        ("import time\ntime.sleep(60)", "timeout"),
-        ("while True: pass", "cpu"),
-        ("import os\nwhile True: os.write(1, b'x' * 65536)", "output"),
-        (
-            "import os, time\nfor _ in range(3): os.fork()\nx = b'x' * (40 << 20)\ntime.sleep(60)",
-            "memory",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("program", "by"), [
+    ("import time\ntime.sleep(60)", "timeout"),
+    ("while True: pass", "cpu"),
+    ("import os\nwhile True: os.write(1, b'x' * 65536)", "output"),
+    ("import os, time\nfor _ in range(3): os.fork()\nx = b'x' * (40 << 20)\ntime.sleep(60)",
+     "memory"),
+])  # fmt: skip
 def test_limits_end_a_run(sandbox, program, by):
     limits = SandboxLimits(
         wall_s=1.5 if by == "timeout" else 20, cpu_s=0.5, memory_mb=128, processes=16, output_kb=64
@@ -70,18 +65,12 @@ def test_limits_end_a_run(sandbox, program, by):
     assert run.timed_out == (by == "timeout")
 
 
-@pytest.mark.parametrize(
-    ("program", "error"),
-    [
-        ("x = b'x' * (400 << 20)", "MemoryError"),
-        ("open('x', 'wb').write(b'x' * (3 << 20))", "OSError"),
-        ("for i in range(20): open(str(i), 'w')", "No space"),
-        (
-            "import os, time\nfor i in range(9):\n  if not os.fork(): time.sleep(9)",
-            "BlockingIOError",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("program", "error"), [
+    ("x = b'x' * (400 << 20)", "MemoryError"),
+    ("open('x', 'wb').write(b'x' * (3 << 20))", "OSError"),
+    ("for i in range(20): open(str(i), 'w')", "No space"),
+    ("import os, time\nfor i in range(9):\n  if not os.fork(): time.sleep(9)", "BlockingIOError"),
+])  # fmt: skip
 def test_limits_that_a_program_meets_itself(sandbox, program, error):
     limits = SandboxLimits(wall_s=20, memory_mb=64, file_mb=2, files=10, processes=4)
     assert error in sandbox.run(program, limits=limits).stderr
