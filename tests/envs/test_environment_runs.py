@@ -285,18 +285,15 @@ def test_help_shows_an_environments_settings(capsys):
     assert "calculator" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--environment calculater", "did you mean 'calculator'"),
-        ("--environment calculator --environment.digits many", "many is not INT"),
-        ("--environment calculator --environment.digits 0", "digits must be from 1"),
-        ("--environment calculator --dataset openai/gsm8k", "reads no data set"),
-        ("--environment calculator --reward gsm8k", "would have no effect"),
-        ("--environment nothing.py:Mine", "does not exist"),
-        ("--environment search --environment.corpus a.txt", "needs questions"),
-    ],
-)
+@pytest.mark.parametrize(("words", "text"), [
+    ("--environment calculater", "did you mean 'calculator'"),
+    ("--environment calculator --environment.digits many", "many is not INT"),
+    ("--environment calculator --environment.digits 0", "digits must be from 1"),
+    ("--environment calculator --dataset openai/gsm8k", "reads no data set"),
+    ("--environment calculator --reward gsm8k", "would have no effect"),
+    ("--environment nothing.py:Mine", "does not exist"),
+    ("--environment search --environment.corpus a.txt", "needs questions"),
+])  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, words, text):
     with pytest.raises(UserError, match=text):
         train(f"grpo {SMALL} {words} --steps 1", tmp_path / "run")

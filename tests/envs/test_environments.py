@@ -837,14 +837,11 @@ def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(reso
         resolve(GuessEnvironment, environment_isolation="process")
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("time.sleep(1000)", "was not ready after 2 s"),
-        ("[os.write(fd, b'x' * 99) for fd in fds]", "sent an invalid reply: it begins with b'xxx"),
-        ("os._exit(3)", "died: exit code 3"),
-    ],
-)
+@pytest.mark.parametrize(("line", "reason"), [
+    ("time.sleep(1000)", "was not ready after 2 s"),
+    ("[os.write(fd, b'x' * 99) for fd in fds]", "sent an invalid reply: it begins with b'xxx"),
+    ("os._exit(3)", "died: exit code 3"),
+])  # fmt: skip
 def test_an_environment_whose_process_does_not_start_is_described(
     monkeypatch, resolve, write, line, reason
 ):

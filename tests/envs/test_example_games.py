@@ -58,20 +58,17 @@ def test_things_are_told_apart_by_what_holds_of_them():
     assert {a for held in questions.THINGS.values() for a in held} == set(questions.WORDS)
 
 
-@pytest.mark.parametrize(
-    "item, text, answer",
-    [
-        ("cat", "Is it alive?", "yes"),
-        ("cat", "Does it fly?", "no"),
-        ("cat", "Is it a CAT?", "right"),
-        ("cat", "Is it a dog?", "no"),
-        ("cat", "Is it a cat or a dog?", "unclear"),
-        ("cat", "Is it alive and big?", "unclear"),
-        ("cat", "What is it?", "unclear"),
-        ("plane", "Is it made of iron?", "yes"),
-        ("book", "catalogue", "unclear"),
-    ],
-)
+@pytest.mark.parametrize("item, text, answer", [
+    ("cat", "Is it alive?", "yes"),
+    ("cat", "Does it fly?", "no"),
+    ("cat", "Is it a CAT?", "right"),
+    ("cat", "Is it a dog?", "no"),
+    ("cat", "Is it a cat or a dog?", "unclear"),
+    ("cat", "Is it alive and big?", "unclear"),
+    ("cat", "What is it?", "unclear"),
+    ("plane", "Is it made of iron?", "yes"),
+    ("book", "catalogue", "unclear"),
+])  # fmt: skip
 def test_the_rule_answers_what_is_asked(item, text, answer):
     assert questions.answer_by_rule(item, text, questions.THINGS) == answer
 
@@ -185,18 +182,15 @@ def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level, sandbo
     assert turn.done and turn.reward == 1 and turn.metrics["correct_at_once"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("reply", "text"),
-    [
-        ("nonsense", "That is no fix"),
-        ("2: return a / 0", "error: ZeroDivisionError"),
-        ("2: return a +", "load: "),
-        ("2: import os; os._exit(0)", "exit: "),
-        ("def f(a, b):\n    class E(int):\n        __eq__ = lambda s, o: True\n    return E(0)",
-         "should be"),
-        ("2: return " + "'x' * 10**6", "should be"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("reply", "text"), [
+    ("nonsense", "That is no fix"),
+    ("2: return a / 0", "error: ZeroDivisionError"),
+    ("2: return a +", "load: "),
+    ("2: import os; os._exit(0)", "exit: "),
+    ("def f(a, b):\n    class E(int):\n        __eq__ = lambda s, o: True\n    return E(0)",
+     "should be"),
+    ("2: return " + "'x' * 10**6", "should be"),
+])  # fmt: skip
 def test_what_a_reply_comes_to_is_told_in_a_line_and_costs_a_try(reply, text, sandbox_walls):
     match, _ = start_match(1)
     turn = match.step({"content": reply})

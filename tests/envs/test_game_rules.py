@@ -61,19 +61,16 @@ def test_careless_players_find_it_too(name):
     assert max(counts) > 4 and (name == "any_number" or max(counts) <= 8)
 
 
-@pytest.mark.parametrize(
-    "text, number",
-    [
-        ("4", 4),
-        ("I say 4.", 4),
-        ("4 or 4", 4),
-        ("4 or 5", None),
-        ("", None),
-        ("four", None),
-        ("-2", -2),
-        ("12345678901234567890", None),
-    ],
-)
+@pytest.mark.parametrize("text, number", [
+    ("4", 4),
+    ("I say 4.", 4),
+    ("4 or 4", 4),
+    ("4 or 5", None),
+    ("", None),
+    ("four", None),
+    ("-2", -2),
+    ("12345678901234567890", None),
+])  # fmt: skip
 def test_a_guess_is_the_only_number_in_a_reply(text, number):
     assert guess_number_env.read_number(text) == number
 
@@ -171,18 +168,15 @@ def test_two_perfect_players_draw_and_random_ones_do_not():
     assert abs(results.count("O") / 2000 - 0.288) < 0.031
 
 
-@pytest.mark.parametrize(
-    "text, cell",
-    [
-        ("5", 5),
-        ("I take 5!", 5),
-        ("0", None),
-        ("10", None),
-        ("5 or 6", None),
-        ("V", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize("text, cell", [
+    ("5", 5),
+    ("I take 5!", 5),
+    ("0", None),
+    ("10", None),
+    ("5 or 6", None),
+    ("V", None),
+    ("", None),
+])  # fmt: skip
 def test_a_move_is_the_only_number_in_a_reply(text, cell):
     assert tic_tac_toe_env.read_cell(text) == cell
 

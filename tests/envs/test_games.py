@@ -216,17 +216,14 @@ def test_ends_of_guess_number(guess, correct):
         assert len(item) == metrics["guesses"] == (1 if reward else 4)
 
 
-@pytest.mark.parametrize(
-    ("name", "player", "settings", "moves"),
-    [
-        ("guess_number", "halving", {"high": 16}, {1, 2, 3, 4, 5}),
-        ("guess_number", "any_number", {"high": 4, "guesses": 50}, None),
-        ("twenty_questions", "splitting", {"questions": 5}, {5}),
-        ("tic_tac_toe", "perfect", {"opponent": "random"}, None),
-        ("tic_tac_toe", "perfect", {"opponent": "policy"}, {9}),
-        ("debate", "points", {}, {2}),
-    ],
-)
+@pytest.mark.parametrize(("name", "player", "settings", "moves"), [
+    ("guess_number", "halving", {"high": 16}, {1, 2, 3, 4, 5}),
+    ("guess_number", "any_number", {"high": 4, "guesses": 50}, None),
+    ("twenty_questions", "splitting", {"questions": 5}, {5}),
+    ("tic_tac_toe", "perfect", {"opponent": "random"}, None),
+    ("tic_tac_toe", "perfect", {"opponent": "policy"}, {9}),
+    ("debate", "points", {}, {2}),
+])  # fmt: skip
 def test_rules_play_the_policys_part_and_win(name, player, settings, moves):
     """The demonstrations are the conversations that the policy would have had, complete for each
     seat.

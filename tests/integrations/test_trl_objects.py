@@ -231,15 +231,12 @@ def test_an_object_that_brings_its_own_episodes_needs_no_data_set(file, tmp_path
     assert row["env/all/reward/max"] > row["env/all/reward/min"]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "reward", "process"),
-    [
-        ("made", {}, 0.25, False),
-        ("made", {"size": 0.75}, 0.75, True),
-        ("halved", {}, 0.5, False),
-        ("halved", {}, 0.5, True),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings", "reward", "process"), [
+    ("made", {}, 0.25, False),
+    ("made", {"size": 0.75}, 0.75, True),
+    ("halved", {}, 0.5, False),
+    ("halved", {}, 0.5, True),
+])  # fmt: skip
 def test_a_factory_may_be_a_function(file, name, settings, reward, process):
     """Its arguments become settings. Its objects may bring their episodes, as those of
     a class may.

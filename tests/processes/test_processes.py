@@ -131,15 +131,11 @@ def test_output_is_bounded_and_keeps_its_end(start):
 MISSING = "FileNotFoundError: [Errno 2] No such file or directory"
 
 
-@pytest.mark.parametrize(
-    ("command", "code", "output"),
-    [
-        ([sys.executable, "-c", "print('one'); print('two'); raise SystemExit(5)"], 5, "one\ntwo"),
-        ([sys.executable, "-c", "import os; os.kill(os.getpid(), 15)"], -15, ""),
-        (["/nowhere/program"], 127, MISSING),
-    ],
-    ids=["exit", "signal", "missing"],
-)
+@pytest.mark.parametrize(("command", "code", "output"), [
+    ([sys.executable, "-c", "print('one'); print('two'); raise SystemExit(5)"], 5, "one\ntwo"),
+    ([sys.executable, "-c", "import os; os.kill(os.getpid(), 15)"], -15, ""),
+    (["/nowhere/program"], 127, MISSING),
+], ids=["exit", "signal", "missing"])  # fmt: skip
 def test_a_program_ends_with_its_exit_code_and_last_output(command, code, output):
     program = SupervisedProcess(command, {**os.environ})
     assert wait_until(lambda: not program.read_output(), 30)

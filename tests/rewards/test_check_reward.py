@@ -220,13 +220,10 @@ def test_built_in_rewards_are_not_accused_on_rows_of_their_form(tmp_path, reward
     assert not runs_programs or "a program that exits 0" in {row.name for row in result.results}
 
 
-@pytest.mark.parametrize(
-    ("reward", "file", "data_format"),
-    [
-        ("gsm8k", "gsm8k/test.jsonl", "gsm8k"),
-        ("math_correctness", "math/math500_test.json", "math"),
-    ],
-)
+@pytest.mark.parametrize(("reward", "file", "data_format"), [
+    ("gsm8k", "gsm8k/test.jsonl", "gsm8k"),
+    ("math_correctness", "math/math500_test.json", "math"),
+])  # fmt: skip
 def test_built_in_rewards_are_not_accused_on_published_rows(shared_data, reward, file, data_format):
     rows = load_problems(str(shared_data / file), split="test", format=data_format)
     result = probe(reward, rows, budget=120.0)
@@ -234,14 +231,11 @@ def test_built_in_rewards_are_not_accused_on_published_rows(shared_data, reward,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "split", "data_format"),
-    [
-        ("mbpp/mbpp.jsonl", "train", "mbpp"),
-        ("mbpp/sanitized-mbpp.json", "train", "mbpp"),
-        ("humaneval/HumanEval.jsonl.gz", "test", "humaneval"),
-    ],
-)
+@pytest.mark.parametrize(("file", "split", "data_format"), [
+    ("mbpp/mbpp.jsonl", "train", "mbpp"),
+    ("mbpp/sanitized-mbpp.json", "train", "mbpp"),
+    ("humaneval/HumanEval.jsonl.gz", "test", "humaneval"),
+])  # fmt: skip
 def test_the_reward_of_programs_is_not_accused_on_published_rows(
     shared_data, file, split, data_format
 ):
@@ -257,16 +251,13 @@ def test_the_reward_of_programs_is_not_accused_on_published_rows(
         assert by_name[trick].paid == 0 and by_name[trick].compared == 20
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("keyword_contains", {"keywords": ["make", "together"]}),
-        ("format_compliance", {"patterns": [r"\\boxed"]}),
-        ("repetition", {}),
-        ("length_penalty", {"target_length": 50}),
-        ("script", {"script": "latin"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), [
+    ("keyword_contains", {"keywords": ["make", "together"]}),
+    ("format_compliance", {"patterns": [r"\\boxed"]}),
+    ("repetition", {}),
+    ("length_penalty", {"target_length": 50}),
+    ("script", {"script": "latin"}),
+])  # fmt: skip
 def test_built_in_rewards_of_form_are_noted_and_not_accused(name, settings):
     result = probe(resolve_reward(name, **settings), make_rows())
     assert result.warnings == () and result.rows == 12

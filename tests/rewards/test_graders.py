@@ -34,17 +34,14 @@ def test_boxes_as_math_writes_them(text: str, answer: str | None):
     assert extract_boxed_answer(text) == extract_marked_answer(text) == answer
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("#### 5\n\nbye", "5"),
-        (r"\boxed{1}" + "\n#### 2", "2"),
-        ("#### 2\n" + r"\boxed{1}", "1"),
-        ("####", None),
-        ("##### 5", None),
-        ("\\boxed{25}. ######\n rest", "25"),  # a rule
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    ("#### 5\n\nbye", "5"),
+    (r"\boxed{1}" + "\n#### 2", "2"),
+    ("#### 2\n" + r"\boxed{1}", "1"),
+    ("####", None),
+    ("##### 5", None),
+    ("\\boxed{25}. ######\n rest", "25"),  # a rule
+])  # fmt: skip
 def test_the_last_mark_counts_and_a_rule_is_none(text: str, answer: str | None):
     assert extract_marked_answer(text) == answer
 

@@ -33,30 +33,27 @@ def test_gsm8k_agrees_with_every_judged_pair():
     assert len(NUMBERS) > 90 and differ == []
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("so it is 0.5", "1/2"),
-        ("The answer is $x=5$.", "5"),
-        (r"Hence \(\frac{1}{2}\).", "0.5"),
-        ("The final answer is: x+1", "1+x"),
-        ("We get 3 and then $1{,}200$ of them", "1200"),
-        ("it is 12.", "12"),
-        ("The answer is **12**.", "12"),
-        ("**Answer:** 12", "12"),
-        ("**Answer: 12**", "12"),
-        ("**Final answer:** $x_1 = 12$", "12"),
-        ("Answer: `12`", "12"),
-        (r"we get 25\%", r"25\%"),
-        ("She has $5 and $7, so 12", "12"),
-        ("$5 + $7 = $12", "12"),
-        ("it costs $5, so the total is 7", "7"),
-        ("$5-$7, then 6", "6"),
-        (r"so $\frac{1}{2}$", "1/2"),
-        (r"so $ \frac{1}{2} $.", "1/2"),
-        ("thus $$x=5$$ holds", "5"),
-    ],
-)
+@pytest.mark.parametrize(("response", "answer"), [
+    ("so it is 0.5", "1/2"),
+    ("The answer is $x=5$.", "5"),
+    (r"Hence \(\frac{1}{2}\).", "0.5"),
+    ("The final answer is: x+1", "1+x"),
+    ("We get 3 and then $1{,}200$ of them", "1200"),
+    ("it is 12.", "12"),
+    ("The answer is **12**.", "12"),
+    ("**Answer:** 12", "12"),
+    ("**Answer: 12**", "12"),
+    ("**Final answer:** $x_1 = 12$", "12"),
+    ("Answer: `12`", "12"),
+    (r"we get 25\%", r"25\%"),
+    ("She has $5 and $7, so 12", "12"),
+    ("$5 + $7 = $12", "12"),
+    ("it costs $5, so the total is 7", "7"),
+    ("$5-$7, then 6", "6"),
+    (r"so $\frac{1}{2}$", "1/2"),
+    (r"so $ \frac{1}{2} $.", "1/2"),
+    ("thus $$x=5$$ holds", "5"),
+])  # fmt: skip
 def test_an_unmarked_answer_is_the_last_expression(response: str, answer: str):
     reward = resolve_reward("math_correctness")
     assert reward.evaluate("", response, {"answer": answer}).metrics == {

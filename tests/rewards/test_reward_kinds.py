@@ -91,17 +91,14 @@ def test_a_batched_reward_is_called_once_with_all_that_was_submitted(reward_file
     assert set(scorer.take_seconds()) == {"lengths"} and scorer.take_seconds() == {}
 
 
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("raise", "a bad one among 1"),
-        ("die", "exit code 3"),
-        ("nonsense", "'seven'"),
-        ("nan", "nan"),
-        ("drop", "0 rewards for 1"),
-        ("print", None),
-    ],
-)
+@pytest.mark.parametrize(("kind", "says"), [
+    ("raise", "a bad one among 1"),
+    ("die", "exit code 3"),
+    ("nonsense", "'seven'"),
+    ("nan", "nan"),
+    ("drop", "0 rewards for 1"),
+    ("print", None),
+])  # fmt: skip
 def test_one_bad_answer_of_a_batch_costs_itself_alone(reward_file, kind, says, caplog):
     caplog.set_level(logging.ERROR)
     items = [*RIGHT[:5], ("the bad one", kind, {"n": 0}), *RIGHT[5:]]
@@ -299,20 +296,17 @@ def test_the_share_of_a_script():
     assert resolve_reward("script", script="latin", without=0.0)("", "42") == 0.0
 
 
-@pytest.mark.parametrize(
-    ("spec", "settings", "message"),
-    [
-        ("repetition", {"n": 0}, "n is a whole number from 1"),
-        ("repetition", {"scale": -1.0}, "scale is at least 0"),
-        ("repetition", {"unit": "tokens"}, "'words' or 'characters'"),
-        ("cosine_length", {"max_length": 0}, "max_length is at least 1"),
-        ("cosine_length", {}, "needs the setting 'max_length'"),
-        ("cosine_length", {"max_length": 5, "reward": "exact_mach"}, "did you mean 'exact_match'"),
-        ("script", {"script": "latn"}, r"unknown script \['latn'\]"),
-        ("script", {"script": []}, "latin, cyrillic"),
-        ("language", {"language": "english"}, "a code of two letters"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "settings", "message"), [
+    ("repetition", {"n": 0}, "n is a whole number from 1"),
+    ("repetition", {"scale": -1.0}, "scale is at least 0"),
+    ("repetition", {"unit": "tokens"}, "'words' or 'characters'"),
+    ("cosine_length", {"max_length": 0}, "max_length is at least 1"),
+    ("cosine_length", {}, "needs the setting 'max_length'"),
+    ("cosine_length", {"max_length": 5, "reward": "exact_mach"}, "did you mean 'exact_match'"),
+    ("script", {"script": "latn"}, r"unknown script \['latn'\]"),
+    ("script", {"script": []}, "latin, cyrillic"),
+    ("language", {"language": "english"}, "a code of two letters"),
+])  # fmt: skip
 def test_a_bad_setting_says_what_is_expected(spec, settings, message):
     with pytest.raises(UserError, match=message):
         resolve_reward(spec, **settings)

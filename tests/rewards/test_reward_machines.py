@@ -211,17 +211,14 @@ def test_a_machine_that_cannot_load_the_reward_leaves_its_work_to_the_others(
     assert "rewards_of_machines" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("setting", "reward", "spreads"),
-    [
-        ("auto", "math_correctness", True),
-        ("auto", "code_tests", False),
-        ("auto", "FILE", False),
-        ("first", "math_correctness", False),
-        ("all", "FILE", True),
-        ("all", "code_tests", True),
-    ],
-)
+@pytest.mark.parametrize(("setting", "reward", "spreads"), [
+    ("auto", "math_correctness", True),
+    ("auto", "code_tests", False),
+    ("auto", "FILE", False),
+    ("first", "math_correctness", False),
+    ("all", "FILE", True),
+    ("all", "code_tests", True),
+])  # fmt: skip
 def test_the_setting_chooses_the_machines(setting, reward, spreads, file, monkeypatch):
     passed = []
     monkeypatch.setattr(stage_data, "Scorer", lambda reward, **options: passed.append(options))

@@ -114,15 +114,12 @@ def test_functions_of_lists_get_columns_and_settings_and_batches(file):
     assert rewards_of(results) == [0.5, "ValueError", 0.25], "one bad item costs itself alone"
 
 
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        (lambda prompt, response: 1.0,
-         r"takes \(prompt, response\).*\(prompt, response, meta\), or in TRL's form"),
-        (lambda completions, trainer_state: 1.0, "requires trainer_state"),
-        (lambda a, b, c, d: 1.0, "needs the setting 'd'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("function", "says"), [
+    (lambda prompt, response: 1.0,
+     r"takes \(prompt, response\).*\(prompt, response, meta\), or in TRL's form"),
+    (lambda completions, trainer_state: 1.0, "requires trainer_state"),
+    (lambda a, b, c, d: 1.0, "needs the setting 'd'"),
+])  # fmt: skip
 def test_a_signature_that_cannot_be_called_is_found_when_it_is_named(function, says):
     with pytest.raises(UserError, match=says):
         resolve_reward(function)

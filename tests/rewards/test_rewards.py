@@ -168,21 +168,18 @@ def test_text_rewards_by_hand():
     assert steps.evaluate("", "1. Step 1: go", None) == RewardResult(1.0, {"format": 1.0})
 
 
-@pytest.mark.parametrize(
-    ("response", "is_json", "is_list"),
-    [
-        ('{"a": [1, 2]}', 1, 0),
-        ('```json\n{"a": 1}\n```', 1, 0),
-        ("{'a': 1}", 0, 0),
-        ('{"a": 1} and more', 0, 0),
-        ("7", 0, 0),  # a number is JSON, but not a structured answer
-        ("[" * 100_000, 0, 0),
-        ("1. one\n2. two", 0, 1),
-        ("Steps:\n 1) one\n 2) two\n", 0, 1),
-        ("1. one\n3. three", 0, 0),
-        ("1. one", 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("response", "is_json", "is_list"), [
+    ('{"a": [1, 2]}', 1, 0),
+    ('```json\n{"a": 1}\n```', 1, 0),
+    ("{'a': 1}", 0, 0),
+    ('{"a": 1} and more', 0, 0),
+    ("7", 0, 0),  # a number is JSON, but not a structured answer
+    ("[" * 100_000, 0, 0),
+    ("1. one\n2. two", 0, 1),
+    ("Steps:\n 1) one\n 2) two\n", 0, 1),
+    ("1. one\n3. three", 0, 0),
+    ("1. one", 0, 0),
+])  # fmt: skip
 def test_json_and_numbered_lists(response, is_json, is_list):
     assert resolve_reward("format_compliance", json=True)("", response) == is_json
     assert resolve_reward("format_compliance", numbered_list=True)("", response) == is_list

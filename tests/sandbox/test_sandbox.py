@@ -183,14 +183,11 @@ class V:
     assert grade.passed == [True] * len(right) + [False] * len(wrong), grade.reasons
 
 
-@pytest.mark.parametrize(
-    ("returned", "expected", "compare"),
-    [
-        ("0.1 + 0.2", 0.3, "floats"),
-        ("[3, 1]", [1, 3], "sets"),
-        ("9", 3, lambda value, expected: value == expected**2),
-    ],
-)
+@pytest.mark.parametrize(("returned", "expected", "compare"), [
+    ("0.1 + 0.2", 0.3, "floats"),
+    ("[3, 1]", [1, 3], "sets"),
+    ("9", 3, lambda value, expected: value == expected**2),
+])  # fmt: skip
 def test_calls_compare_plain_values(sandbox, returned, expected, compare):
     assert sandbox.grade(f"def f(): return {returned}", Calls("f", [([], expected)], compare)).all
 
@@ -403,13 +400,10 @@ def test_a_bubblewrap_that_is_refused_is_named_with_its_remedy(monkeypatch, tmp_
     )
 
 
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("echo no namespace; exec sleep 1000", "no namespace"),
-        ("exec sleep 1000", "the zygote printed no output (timed out): it is still running"),
-    ],
-)
+@pytest.mark.parametrize(("program", "reason"), [
+    ("echo no namespace; exec sleep 1000", "no namespace"),
+    ("exec sleep 1000", "the zygote printed no output (timed out): it is still running"),
+])  # fmt: skip
 def test_a_zygote_that_is_not_ready_in_time_is_described(monkeypatch, program, reason):
     monkeypatch.setattr("rl.sandbox.zygote_launch._START_SECONDS", 0.5)
     with pytest.raises(RuntimeError) as caught:
@@ -542,46 +536,43 @@ def test_a_value_travels_without_its_class_and_an_object_not_at_all():
             value_codec.encode(wrong)
 
 
-@pytest.mark.parametrize(
-    ("compare", "value", "expected", "same"),
-    [
-        ("exact", [1, (2,)], [1, [2]], True),
-        ("exact", 1, True, False),
-        ("exact", 1, 1.0, False),
-        ("exact", "a ", "a", False),
-        ("exact", float("nan"), float("nan"), False),
-        ("exact", {"a": [1]}, {"a": (1,)}, True),
-        ("exact", {"a": 1}, {"b": 1}, False),
-        ("trimmed", "a \nb\n\n", "a\nb", True),
-        ("trimmed", "a  b", "a b", False),
-        ("tokens", " 1\t2\n", "1 2", True),
-        ("tokens", "12", "1 2", False),
-        ("floats", "0.3000000001 x", "0.3 x", True),
-        ("floats", "0.31", "0.3", False),
-        ("floats", "nan", "1", False),
-        ("floats", "1", "1.0", True),
-        ("floats", [0.1 + 0.2], [0.3], True),
-        ("floats", True, 1.0, False),
-        ("floats", float("nan"), 1.0, False),
-        ("floats", 10**400, 1.0, False),
-        ("floats", 5, 5.0, True),
-        ("floats", 5.0, 5, True),
-        ("floats", 4.9999999, 5, True),
-        ("floats", 1e15 + 0.25, 10**15, True),
-        ("floats", [1000000006, (0.333333333,)], (1000000006, [1 / 3]), True),
-        ("floats", 1000000005.5, 1000000006.0, True),
-        ("floats", "5.0", "5", True),
-        ("floats", "0.33333334 yes", "0.33333333  yes\n", True),
-        ("floats", "1e400", "1e400", True),
-        ("floats", 10**400, 10**400, True),
-        ("sets", (2, 1), [1, 2], True),
-        ("sets", frozenset("ab"), {"b", "a"}, True),
-        ("exact", {"a": {1}}, {"a": {1}}, True),
-        ("sets", [2, [1]], [[1], 2], True),
-        ("sets", [1, 1], [1], False),
-        ("sets", "b\na", "a\nb\n", True),
-        ("sets", 5, 5, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("compare", "value", "expected", "same"), [
+    ("exact", [1, (2,)], [1, [2]], True),
+    ("exact", 1, True, False),
+    ("exact", 1, 1.0, False),
+    ("exact", "a ", "a", False),
+    ("exact", float("nan"), float("nan"), False),
+    ("exact", {"a": [1]}, {"a": (1,)}, True),
+    ("exact", {"a": 1}, {"b": 1}, False),
+    ("trimmed", "a \nb\n\n", "a\nb", True),
+    ("trimmed", "a  b", "a b", False),
+    ("tokens", " 1\t2\n", "1 2", True),
+    ("tokens", "12", "1 2", False),
+    ("floats", "0.3000000001 x", "0.3 x", True),
+    ("floats", "0.31", "0.3", False),
+    ("floats", "nan", "1", False),
+    ("floats", "1", "1.0", True),
+    ("floats", [0.1 + 0.2], [0.3], True),
+    ("floats", True, 1.0, False),
+    ("floats", float("nan"), 1.0, False),
+    ("floats", 10**400, 1.0, False),
+    ("floats", 5, 5.0, True),
+    ("floats", 5.0, 5, True),
+    ("floats", 4.9999999, 5, True),
+    ("floats", 1e15 + 0.25, 10**15, True),
+    ("floats", [1000000006, (0.333333333,)], (1000000006, [1 / 3]), True),
+    ("floats", 1000000005.5, 1000000006.0, True),
+    ("floats", "5.0", "5", True),
+    ("floats", "0.33333334 yes", "0.33333333  yes\n", True),
+    ("floats", "1e400", "1e400", True),
+    ("floats", 10**400, 10**400, True),
+    ("sets", (2, 1), [1, 2], True),
+    ("sets", frozenset("ab"), {"b", "a"}, True),
+    ("exact", {"a": {1}}, {"a": {1}}, True),
+    ("sets", [2, [1]], [[1], 2], True),
+    ("sets", [1, 1], [1], False),
+    ("sets", "b\na", "a\nb\n", True),
+    ("sets", 5, 5, True),
+])  # fmt: skip
 def test_comparers(compare, value, expected, same):
     assert COMPARERS[compare](value, expected) is same

@@ -231,20 +231,17 @@ def test_an_integer_is_expected_exactly_whatever_its_size(sandbox):
     assert sandbox.grade("def f(n): return n", calls).passed == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("outputs", "returned", "passed"),
-    [
-        ([[12], [3]], [12, 3], [True, True]),  # each result is wrapped in a list
-        ([[12], [3]], [[12], [3]], [True, True]),  # or is a list
-        ([[12], [3]], [[[12]], [4]], [False, False]),
-        ([12, 3], [12, [3]], [True, False]),
-        ([[[1, 2]], [["a"]]], [[1, 2], [["a"]]], [True, True]),
-        ([["a", "b"], ["c"]], [["a", "b"], "c"], [True, False]),  # the first has two items
-        ([["a", "b"], ["c"]], ["a", ["c"]], [False, True]),
-        ([["c"], []], ["c", []], [False, True]),
-        ([["c"], "d"], [["c"], "d"], [True, True]),
-    ],
-)
+@pytest.mark.parametrize(("outputs", "returned", "passed"), [
+    ([[12], [3]], [12, 3], [True, True]),  # each result is wrapped in a list
+    ([[12], [3]], [[12], [3]], [True, True]),  # or is a list
+    ([[12], [3]], [[[12]], [4]], [False, False]),
+    ([12, 3], [12, [3]], [True, False]),
+    ([[[1, 2]], [["a"]]], [[1, 2], [["a"]]], [True, True]),
+    ([["a", "b"], ["c"]], [["a", "b"], "c"], [True, False]),  # the first has two items
+    ([["a", "b"], ["c"]], ["a", ["c"]], [False, True]),
+    ([["c"], []], ["c", []], [False, True]),
+    ([["c"], "d"], [["c"], "d"], [True, True]),
+])  # fmt: skip
 def test_results_of_apps_that_are_lists(sandbox, tmp_path, outputs, returned, passed):
     cases = {"fn_name": "f", "inputs": [[0], [1]], "outputs": outputs}
     (tmp_path / "apps.jsonl").write_text(
