@@ -52,6 +52,15 @@ FILE = textwrap.dedent("""
 """)
 
 NONSENSE = {
+    "None": "",
+    "('a', 1.0)": "",
+    "TurnResult()": "returned no messages",
+    "TurnResult('a' * 100_000_000)": "characters",
+    "TurnResult(done=True, reward=float('nan'))": "gave the reward nan",
+    "TurnResult(done=True, reward='much')": "gave the reward 'much'",
+    "TurnResult(done=True, metrics={'a': float('inf')})": "gave the metric 'a' inf",
+    "TurnResult(done=True, logs={'a': object()})": "JSON",
+    "TurnResult('a', seat=3)": "names the seat 3",
     "TurnResult(done=True, metrics=None)": "gave the metrics None",
     "TurnResult(done=True, metrics=[('a', 1.0)])": "gave the metrics [",
     "TurnResult(done=True, metrics={'a': 'much'})": "gave the metric 'a' 'much'",
@@ -87,6 +96,11 @@ NONSENSE = {
     "type": "",
 }
 AT_START = {
+    "None": "",
+    "3": "gave 3",
+    "b'a'": "",
+    "[]": "returned no messages",
+    "[{'content': 'a'}]": "gave [{",
     "TurnResult('a', seat=9)": "names the seat 9",
     "TurnResult('a', rewards={3: 1.0})": "gives results for the seat 3",
     "Mute()": "",

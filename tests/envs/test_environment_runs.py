@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from doc_blocks import blocks_of
 from rank_server import run_script
+from scripted import ScriptedSampler
 from whole_runs import RECIPE, train, two_and_two
 
 from rl.algorithms import METHODS
@@ -17,7 +18,10 @@ from rl.config import RunSettings, SettingsError, parse_run, read_run
 from rl.envs.python_env import Python
 from rl.envs.tools import as_tool, run_calls
 from rl.errors import UserError
+from rl.models import load_tokenizer
+from rl.renderers import get_renderer
 from rl.sandbox import Sandbox
+from rl.types import SamplingParams
 
 REPO = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -88,65 +92,48 @@ def test_four_steps_are_two_and_two(walk_spec, tmp_path, method, more):
 
 @pytest.mark.slow
 def test_what_breaks_is_left_out_and_named_and_the_rest_is_trained(walk_spec, tmp_path):
-    words = (
-        f"--environment {walk_spec} --environment.breaks --max-turns 3 --steps 2 --eval-every 0 "
-        f"--rollouts-every 1"
-    )
-    rows = train(f"grpo {SMALL} {words}", tmp_path)
+    words = f"--environment {walk_spec} --environment.breaks --max-turns 3 --steps 2"
+    rows = train(f"grpo {SMALL} {words} --eval-every 0 --rollouts-every 1", tmp_path)
     for row in (row for row in rows if "progress/batch" in row):
         assert row["reward/failed"] == 3 and row["env/all/total_episodes"] == 6
-        number = int(row["step"])
-        lines = (tmp_path / "rollouts" / f"step_{number:06d}.jsonl").read_text().splitlines()
-        written = [json.loads(line) for line in lines]
+        lines = (tmp_path / "rollouts" / f"step_{int(row['step']):06d}.jsonl").read_text()
+        written = [json.loads(line) for line in lines.splitlines()]
         assert len(written) == 6
-        tokens = sum(
-            len(turn["token_ids"]) for r in written for turn in r["turns"] if turn["sampled"]
-        )
         # the loss is divided by the tokens present, not by the requested ones; groups with equal
         # rewards do not count
-        assert row["optim/tokens"] <= tokens
         rewards = {}
         for r in written:
             rewards.setdefault(r["group"], []).append(r["reward"])
         differ = {g for g, earned in rewards.items() if len(set(earned)) > 1} or {0}
-        kept = sum(
-            len(t["token_ids"])
-            for r in written
-            if r["group"] in differ
-            for t in r["turns"]
-            if t["sampled"]
-        )
+        turns = [turn for r in written if r["group"] in differ for turn in r["turns"]]
+        kept = sum(len(turn["token_ids"]) for turn in turns if turn["sampled"])
         assert row["optim/tokens"] == kept
     assert not (REPO / "rollouts").exists()
 
 
 @pytest.mark.slow
 def test_an_environment_in_a_recipe_is_evaluated_as_it_was_trained(tmp_path):
-    recipe, turns = tmp_path / "sums.yaml", tmp_path / "turns.py"
-    turns.write_text(
-        "from rl.rewards import register_reward\n@register_reward('turns_of_a_file', "
-        "episode=True)\n"
+    (tmp_path / "turns.py").write_text(
+        "from rl.rewards import register_reward\n"
+        "@register_reward('turns_of_a_file', episode=True)\n"
         "def turns(episode, meta):\n    return 0.25 * len(episode.turns)\n"
     )
+    recipe = tmp_path / "sums.yaml"
     recipe.write_text(
-        f"reward: {turns}:turns\n"
-        "method: grpo\nbase_model: tiny:ascii\nenvironment: {name: calculator, digits: 1, "
-        "operations: '+'}\nmax_tokens: 5\nmax_turns: 2\n"
+        f"reward: {tmp_path}/turns.py:turns\n"
+        "method: grpo\nbase_model: tiny:ascii\nmax_tokens: 5\nmax_turns: 2\n"
+        "environment: {name: calculator, digits: 1, operations: '+'}\n"
         "steps: 1\nbatch_size: 2\ngroup_size: 2\neval_limit: 6\neval_every: 1\neval_greedy: false\n"
     )
     rows = train(f"{recipe}", tmp_path / "run")
     assert rows[-1]["test/env/all/total_episodes"] == 6
-    output = tmp_path / "found.json"
-    words = [tmp_path / "run", "--trust-run", "--output", output]
+    words = [tmp_path / "run", "--trust-run", "--output", tmp_path / "found.json"]
     done = run_script("evaluate.py", *words, cwd=REPO)
     assert done.returncode == 0, done.stderr
-    result = json.loads(output.read_text())
-    assert (
-        result["mean reward"] == pytest.approx(rows[-1]["test/env/all/reward/total"])
-        and len(result["rows"]) == 6
-    )
+    result = json.loads((tmp_path / "found.json").read_text())
+    assert result["mean reward"] == pytest.approx(rows[-1]["test/env/all/reward/total"])
     # the episode-level reward adds this to the environment's rewards
-    assert result["mean reward"] >= 0.25
+    assert result["mean reward"] >= 0.25 and len(result["rows"]) == 6
     assert all(re.fullmatch(r"\d\+\d=", row["prompt"]) for row in result["rows"])
     done = run_script("evaluate.py", *words, "--environment.digit", "2", cwd=REPO)
     text = " ".join(done.stderr.replace("│", " ").split())
@@ -164,15 +151,13 @@ def a_sandbox() -> Sandbox:
 @pytest.mark.slow
 def test_python_keeps_its_state_and_loses_it_with_what_ends_it():
     a_sandbox().close()
-    tool = Python(seconds=2.0)
-    assert (
-        tool.python("a = 3\nprint('hi')\na * 2").split() == ["hi", "6"]
-        and tool.python("a + 1") == "4"
-    )
-    assert "ZeroDivisionError" in tool.python("1 / 0") and tool.python("a") == "3"
-    assert "ended by timeout" in tool.python("while True: pass") and "NameError" in tool.python("a")
-    assert "ended by" in tool.python("print('x' * 10**8)")
-    tool.close()
+    environment = Python(seconds=1.0)
+    python = environment.python
+    assert python("a = 3\nprint('hi')\na * 2").split() == ["hi", "6"] and python("a + 1") == "4"
+    assert "ZeroDivisionError" in python("1 / 0") and python("a") == "3"
+    assert "ended by timeout" in python("while True: pass") and "NameError" in python("a")
+    assert "ended by" in python("print('x' * 10**8)")
+    environment.close()
 
 
 def test_calls_of_an_answer_share_an_interpreter():
@@ -187,11 +172,9 @@ def test_calls_of_an_answer_share_an_interpreter():
 
 
 def test_without_a_sandbox_python_does_not_begin(tmp_path):
+    words = "--environment python --environment.sandbox none --steps 1"
     with pytest.raises(UserError, match="sandbox mode 'none' is unknown|no sandbox"):
-        train(
-            f"grpo {SMALL} --environment python --environment.sandbox none --steps 1",
-            tmp_path / "run",
-        )
+        train(f"grpo {SMALL} {words}", tmp_path / "run")
 
 
 BUILT_IN = {"calculator": "--environment.digits 1", "python": "", "search": ""}
@@ -204,15 +187,11 @@ def test_built_in_environments_run(name, tmp_path):
         pytest.importorskip("bm25s")
     if name == "python":
         a_sandbox()
-    words = (
-        f"grpo {SMALL} --environment {name} {BUILT_IN[name]} --steps 1 --max-turns 2 --eval-every 0"
-    )
-    (row,) = [row for row in train(words, tmp_path) if "progress/batch" in row]
-    assert (
-        row["env/all/total_episodes"] == 9
-        and "env/all/used_tool" in row
-        and row["reward/failed"] == 0
-    )
+    words = f"--environment {name} {BUILT_IN[name]} --steps 1 --max-turns 2 --eval-every 0"
+    rows = train(f"grpo {SMALL} {words}", tmp_path)
+    (row,) = [row for row in rows if "progress/batch" in row]
+    assert row["env/all/total_episodes"] == 9 and row["reward/failed"] == 0
+    assert "env/all/used_tool" in row
 
 
 # ------------------------------------------------------------------------------- command-line flags
@@ -222,9 +201,8 @@ def settings_of(words: str, tmp_path: Path, recipe: str | None = None):
     if recipe is not None:
         (tmp_path / "r.yaml").write_text(textwrap.dedent(recipe))
         words = f"{tmp_path / 'r.yaml'} {words}"
-    return [
-        stage.settings for stage in read_run(words.split(), METHODS, RECIPE, RunSettings).stages
-    ]
+    stages = read_run(words.split(), METHODS, RECIPE, RunSettings).stages
+    return [stage.settings for stage in stages]
 
 
 def test_settings_of_environments_on_the_line_and_in_recipes(tmp_path):
@@ -262,16 +240,14 @@ def test_later_sources_of_environment_settings_win(tmp_path):
     """
     recipe = """
         stages:
-          - method: grpo
-            environment: {name: calculator, digits: 4}
-            max_turns: 4
+          - {method: grpo, environment: {name: calculator, digits: 4}, max_turns: 4}
     """
-    (first,) = settings_of("--environment-settings digits 5", tmp_path, recipe)
-    assert first.env.environment_settings == (("digits", "5"),)
-    (first,) = settings_of(
-        "--environment-settings digits 5 --grpo.environment.operations +", tmp_path, recipe
-    )
-    assert first.env.environment_settings == (("digits", "5"), ("operations", "+"))
+    for more, operations in (
+        ("", ()),
+        (" --grpo.environment.operations +", (("operations", "+"),)),
+    ):
+        (first,) = settings_of(f"--environment-settings digits 5{more}", tmp_path, recipe)
+        assert first.env.environment_settings == (("digits", "5"), *operations)
 
 
 def test_a_stages_own_environment_settings_without_effect_are_an_error(tmp_path):
@@ -298,99 +274,30 @@ def test_a_stages_own_environment_settings_without_effect_are_an_error(tmp_path)
 def test_help_shows_an_environments_settings(capsys):
     from rl.envs import show_help
 
+    shown = {"options": RunSettings, "environments": show_help}
     with pytest.raises(SystemExit):
-        parse_run(
-            ["grpo", "--environment", "calculator", "--help"],
-            METHODS,
-            RECIPE,
-            options=RunSettings,
-            environments=show_help,
-        )
+        parse_run(["grpo", "--environment", "calculator", "--help"], METHODS, RECIPE, **shown)
     text = capsys.readouterr().out
     assert "--environment.digits INT" in text and "Most digits of each number" in text
     assert "--group-size" in text
     with pytest.raises(SystemExit):
-        parse_run(["--help"], METHODS, RECIPE, options=RunSettings, environments=show_help)
+        parse_run(["--help"], METHODS, RECIPE, **shown)
     assert "calculator" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--environment calculater", "did you mean 'calculator'"),
-        ("--environment calculator --environment.digits many", "many is not INT"),
-        ("--environment calculator --environment.digits 0", "digits must be from 1"),
-        ("--environment calculator --dataset openai/gsm8k", "reads no data set"),
-        ("--environment calculator --reward gsm8k", "would have no effect"),
-        ("--environment nothing.py:Mine", "does not exist"),
-        ("--environment search --environment.corpus a.txt", "needs questions"),
-    ],
-)
+@pytest.mark.parametrize(("words", "text"), [
+    ("--environment calculater", "did you mean 'calculator'"),
+    ("--environment calculator --environment.digits many", "many is not INT"),
+    ("--environment calculator --environment.digits 0", "digits must be from 1"),
+    ("--environment calculator --dataset openai/gsm8k", "reads no data set"),
+    ("--environment calculator --reward gsm8k", "would have no effect"),
+    ("--environment nothing.py:Mine", "does not exist"),
+    ("--environment search --environment.corpus a.txt", "needs questions"),
+])  # fmt: skip
 def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, words, text):
     with pytest.raises(UserError, match=text):
         train(f"grpo {SMALL} {words} --steps 1", tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-# ---------------------------------------------------------------------------------------------- TRL
-
-
-TRL = '''
-class Counter:
-    """As in TRL's documentation: reset, tools, a reward."""
-    def __init__(self):
-        self.value = 0
-    def reset(self, **row) -> str | None:
-        self.row = row
-        return f" Count to {row['target']}."
-    def increment(self, by: int) -> str:
-        """Counts on.
-
-        Args:
-            by: how far
-        """
-        self.value += by
-        return f"now {self.value}"
-    def get_reward(self) -> float:
-        return float(self.value == self.row["target"])
-    def _private(self):
-        """No tool."""
-'''
-
-
-def test_trl_objects_work_as_they_are(tmp_path):
-    from scripted import ScriptedSampler
-
-    from rl.envs import EnvironmentGroup, isolate_environment, resolve_environment
-    from rl.models import load_tokenizer
-    from rl.renderers import get_renderer
-    from rl.rollout import rollout
-    from rl.types import Problem, SamplingParams
-
-    file = tmp_path / "counter.py"
-    file.write_text(TRL)
-    tokenizer = load_tokenizer("tiny:ascii")
-    spec = resolve_environment(f"{file}:Counter")
-    assert spec.needs_rows
-    for item in (spec, isolate_environment(spec)):
-        problem = Problem(({"role": "user", "content": "Hello."},), {"target": 5}, index=0)
-        group = EnvironmentGroup(item, problem, 2, get_renderer("plain", tokenizer))
-        say = {
-            0: '<tool_call>\n{"name": "increment", "arguments": {"by": 3}}\n</tool_call>',
-            1: '<tool_call>\n{"name": "increment", "arguments": {"by": 2}}\n</tool_call>',
-            2: "done",
-        }
-        sampler = ScriptedSampler(
-            tokenizer,
-            lambda prompt, turn, stream, member, say=say: "done" if member and turn else say[turn],
-        )
-        result = rollout([group], sampler, SamplingParams(max_tokens=100, temperature=1.0), seed=0)
-        assert not result.errors
-        (group_,) = result.groups
-        assert group_.get_total_rewards() == [1.0, 0.0]
-        first = group_.trajectories_G[0].transitions
-        assert first[0].logs["new_messages"] == [{"role": "user", "content": "Hello. Count to 5."}]
-        assert [turn.logs["new_messages"][0]["content"] for turn in first[1:]] == ["now 3", "now 5"]
 
 
 # ----------------------------------------------------------------------------- docs/environments.md
@@ -398,12 +305,6 @@ def test_trl_objects_work_as_they_are(tmp_path):
 
 def test_the_pages_example_runs(tmp_path, monkeypatch):
     """Run the file and the script of docs/environments.md unchanged, against scripted answers."""
-    from scripted import ScriptedSampler
-
-    from rl.models import load_tokenizer
-    from rl.renderers import get_renderer
-    from rl.types import SamplingParams
-
     blocks = [b for b in blocks_of(REPO / "docs" / "environments.md") if b.language == "python"]
     written = {block.file or "script": block.text for block in blocks}
     assert len([line for line in written["hunt.py"].splitlines() if line.strip()]) <= 30
@@ -412,20 +313,18 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
     tokenizer = load_tokenizer("tiny:ascii")
 
     def say(prompt, turn, stream, member):
-        asks = (
-            f'<tool_call>\n{{"name": "larger", "arguments": {{"number": {turn + 1}}}}}\n'
-            f"</tool_call>"
-        )
+        call = {"name": "larger", "arguments": {"number": turn + 1}}
         if turn == 0:
             return "0"
         # the first number that the secret does not exceed
+        asks = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
         return str(turn) if prompt.endswith("no") else asks
 
     names = {
         "renderer": get_renderer("plain", tokenizer),
         "sampling_client": ScriptedSampler(tokenizer, say),
+        "params": SamplingParams(max_tokens=100, temperature=1.0),
     }
-    names["params"] = SamplingParams(max_tokens=100, temperature=1.0)
     # the page's model, renderer and parameters are replaced by the ones above
     lines = written["script"].splitlines()
     replaced = ("client =", *(f"{name} =" for name in names))
@@ -434,7 +333,6 @@ def test_the_pages_example_runs(tmp_path, monkeypatch):
     episodes = [episode for group in names["episodes"] for episode in group.trajectories_G]
     assert len(episodes) == 8
     for episode in episodes:
-        assert [turn.reward for turn in episode.transitions][0] == -0.1
-        assert episode.transitions[-1].reward == 1.0
-        assert episode.transitions[-1].metrics["correct"] == 1.0
-        assert episode.transitions[-1].metrics["tool/malformed"] == 0
+        last = episode.transitions[-1]
+        assert episode.transitions[0].reward == -0.1 and last.reward == 1.0
+        assert last.metrics["correct"] == 1.0 and last.metrics["tool/malformed"] == 0

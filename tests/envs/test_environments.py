@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import os
+import re
 import sys
 import textwrap
 import time
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from scripted import ScriptedSampler
+from test_reward_endings import wait_until
 
 from rl.config import SettingsError
 from rl.envs import (
@@ -54,19 +56,44 @@ def ascii_tokenizer():
 
 @pytest.fixture
 def play(ascii_tokenizer):
-    """Return a function that plays groups of an environment against scripted answers: play(spec,
-    say, members, limits) -> Rollouts.
-    """
+    """Return a function that plays groups of an environment against scripted answers."""
 
-    def run(spec, say, *, members=1, rows=({},), limits=None, renderer="plain", system_prompt=None):
-        spec = resolve_environment(spec) if isinstance(spec, (str, type)) else spec
-        made = get_renderer(renderer, ascii_tokenizer)
-        problems = [Problem((), row, index=i) for i, row in enumerate(rows)]
+    def run(spec, say, *, members=1, rows=({},), limits=None, system_prompt=None):
+        spec = resolve_environment(spec) if isinstance(spec, type) else spec
+        renderer = get_renderer("plain", ascii_tokenizer)
+        form = {"limits": limits, "system_prompt": system_prompt}
         builders = [
-            EnvironmentGroup(spec, p, members, made, limits=limits, system_prompt=system_prompt)
-            for p in problems
+            EnvironmentGroup(spec, Problem((), row, index=i), members, renderer, **form)
+            for i, row in enumerate(rows)
         ]
         return rollout(builders, ScriptedSampler(ascii_tokenizer, say), PARAMS, seed=0)
+
+    return run
+
+
+@pytest.fixture
+def resolve():
+    """Return `resolve_environment` with processes that end with the test."""
+    made = []
+
+    def run(name, **more):
+        made.append(resolve_environment(name, **more))
+        return made[-1]
+
+    yield run
+    for spec in made:
+        if spec.fork_server is not None:
+            spec.fork_server.close()
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return a function that writes a module and returns its path."""
+
+    def run(source, name="mine"):
+        path = tmp_path / f"{name}.py"
+        path.write_text(textwrap.dedent(source))
+        return path
 
     return run
 
@@ -84,27 +111,17 @@ class GuessEnvironment(Environment):
     def step(self, answer):
         guess = int(answer["content"])
         if guess == self.number:
-            return TurnResult(
-                reward=1.0, done=True, metrics={"found": 1.0}, logs={"number": self.number}
-            )
+            logs = {"number": self.number}
+            return TurnResult(reward=1.0, done=True, metrics={"found": 1.0}, logs=logs)
         return TurnResult("higher" if guess < self.number else "lower", reward=-0.1)
 
 
 def guess_middle(prompt, *_):
     """Return the midpoint of the range that the conversation leaves."""
-    low, high, guess = 0, 99, 49
-    text = prompt.removeprefix("Guess.")
-    while text:
-        for word in ("higher", "lower"):
-            number, result, rest = text.partition(word)
-            digits = "".join(c for c in number if c.isdigit())
-            if result and digits and int(digits) == guess:
-                low, high = (guess + 1, high) if word == "higher" else (low, guess - 1)
-                text, guess = rest, (low + high) // 2
-                break
-        else:
-            raise AssertionError(text)
-    return str(guess)
+    low, high = 0, 99
+    for guess, answer in re.findall(r"(\d+)\D*?(higher|lower)", prompt):
+        low, high = (int(guess) + 1, high) if answer == "higher" else (low, int(guess) - 1)
+    return str((low + high) // 2)
 
 
 def test_a_files_place_does_not_change_its_episodes(tmp_path):
@@ -113,7 +130,7 @@ def test_a_files_place_does_not_change_its_episodes(tmp_path):
         (tmp_path / folder).mkdir()
         file = tmp_path / folder / "mine.py"
         file.write_text(
-            "from rl.envs.calculator_env import CalculatorEnv\nclass Mine(CalculatorEnv):\n    pass\n"
+            "from rl.envs.calculator_env import CalculatorEnv\nclass Mine(CalculatorEnv): pass\n"
         )
         spec = resolve_environment(f"{file}:Mine")
         group = EnvironmentGroup(spec, Problem((), {}, index=3), 1, None)
@@ -150,9 +167,8 @@ def test_a_conversation_is_played_to_its_end(play):
         first.advantage = 1.0
         # every prompt continued where the previous answer ended
         (datum,) = trajectory_to_datums(first)
-        assert datum.loss_fn_inputs["mask"].array.sum() == sum(
-            len(t.ac.tokens) for t in first.transitions
-        )
+        sampled = sum(len(t.ac.tokens) for t in first.transitions)
+        assert datum.loss_fn_inputs["mask"].array.sum() == sampled
     numbers = {group.trajectories_G[0].transitions[-1].logs["number"] for group in result.groups}
     assert len(numbers) > 1
     assert compute_group_metrics(result.groups)["env/all/found"] == 1.0
@@ -163,9 +179,8 @@ def test_rows_tell_an_episode_turn_by_turn(play, ascii_tokenizer):
     (group,) = result.groups
     (episode,) = group.trajectories_G
     episode.advantage = 0.5
-    (row,) = json.loads(
-        json.dumps(list(build_rollout_rows(result, get_renderer("plain", ascii_tokenizer), 1.0)))
-    )
+    renderer = get_renderer("plain", ascii_tokenizer)
+    (row,) = json.loads(json.dumps(list(build_rollout_rows(result, renderer, 1.0))))
     turns = row["turns"]
     assert [turn["role"] for turn in turns] == ["user", "assistant"] * len(episode.transitions)
     assert [turn["sampled"] for turn in turns] == [False, True] * len(episode.transitions)
@@ -201,23 +216,22 @@ class EndlessEnvironment(Environment):
 
 
 def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
-    (group,) = play(EndlessEnvironment, lambda *_: "a", limits=EpisodeLimits(turns=3)).groups
-    (episode,) = group.trajectories_G
-    assert [t.reward for t in episode.transitions] == [1.0] * 3
-    assert [(t.episode_done, t.truncated) for t in episode.transitions] == [(False, False)] * 2 + [
-        (True, True)
-    ]
+    def run(**limits):
+        return play(EndlessEnvironment, lambda *_: "a", limits=EpisodeLimits(**limits))
+
+    (episode,) = run(turns=3).groups[0].trajectories_G
+    assert [(t.reward, t.episode_done, t.truncated) for t in episode.transitions] == [
+        (1.0, False, False), (1.0, False, False), (1.0, True, True),
+    ]  # fmt: skip
     assert episode.transitions[-1].metrics["truncated"] == 1.0
     # "Sgo" is 3 tokens; each turn adds an answer, its end and "more", 6 tokens. After n turns the
     # prompt has 3 + 6 n tokens, and 200 are reserved for the answer.
-    (group,) = play(
-        EndlessEnvironment, lambda *_: "a", limits=EpisodeLimits(turns=99, tokens=215)
-    ).groups
+    (group,) = run(turns=99, tokens=215).groups
     (episode,) = group.trajectories_G
     assert len(episode.transitions) == 3 and episode.transitions[-1].truncated
     assert episode.transitions[-1].metrics["context_overflow"] == 1.0
     assert group.get_total_rewards() == [3.0]
-    none = play(EndlessEnvironment, lambda *_: "a", limits=EpisodeLimits(tokens=202))
+    none = run(tokens=202)
     assert not none.groups and "episode's limit of 202" in none.errors[0]
 
 
@@ -233,6 +247,8 @@ def test_an_answer_that_was_cut_off_is_known_as_such(play):
 
 
 def test_system_prompts_and_async_environments(play):
+    closed = []
+
     class AsyncEnvironment(Environment):
         async def start(self):
             self.loop = asyncio.get_running_loop()
@@ -247,14 +263,10 @@ def test_system_prompts_and_async_environments(play):
         async def close(self):
             closed.append(asyncio.get_running_loop() is self.loop)
 
-    closed = []
-    result = play(AsyncEnvironment, lambda *_: "a", members=3, system_prompt="Be brief. ")
-    assert result.groups[0].get_total_rewards() == [2.0] * 3
-    assert result.groups[0].trajectories_G[0].transitions[0].ob.length == len("Be brief. q")
-    end = time.monotonic() + 5
-    while len(closed) < 3 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert closed == [True] * 3
+    (group,) = play(AsyncEnvironment, lambda *_: "a", members=3, system_prompt="Be brief. ").groups
+    assert group.get_total_rewards() == [2.0] * 3
+    assert group.trajectories_G[0].transitions[0].ob.length == len("Be brief. q")
+    assert wait_until(lambda: len(closed) == 3, 5) and closed == [True] * 3
 
 
 def test_what_a_group_shares_is_made_once(play):
@@ -272,12 +284,11 @@ def test_what_a_group_shares_is_made_once(play):
         def step(self, answer):
             return TurnResult(reward=self.shared["words"][0], done=True)
 
-    result = play(
-        SharedStateEnvironment, lambda *_: "a", members=4, rows=[{"seed": 5}, {"seed": 6}]
-    )
+    rows = [{"seed": 5}, {"seed": 6}]
+    result = play(SharedStateEnvironment, lambda *_: "a", members=4, rows=rows)
     assert sorted(made) == [5, 6]
-    assert [len(set(group.get_total_rewards())) for group in result.groups] == [1, 1]
-    assert result.groups[0].get_total_rewards() != result.groups[1].get_total_rewards()
+    first, second = (set(group.get_total_rewards()) for group in result.groups)
+    assert len(first) == len(second) == 1 and first != second
 
 
 # -------------------------------------------------------------------------------------------- tools
@@ -333,20 +344,15 @@ def shout(times: int) -> str:
     return "A" * times
 
 
+# text with calls -> the beginning of each answer, or a part of it
 CALLS = {
     "several at once": (
         call("note", key="a", value="1") + "\n" + call("boom"),
         ["a is kept", "Error: RuntimeError: no way"],
     ),
     "a hang": (call("nap", seconds=60), ["Error: nap took longer than 0.3 s"]),
-    "no such tool": (
-        call("nott", key="a"),
-        ["Error: no tool is named 'nott', did you mean 'note'?"],
-    ),
-    "a missing argument": (
-        call("note", key="a"),
-        ["Error: note: missing a required argument: 'value'"],
-    ),
+    "no such tool": (call("nott"), ["Error: no tool is named 'nott', did you mean 'note'?"]),
+    "no value": (call("note", key="a"), ["Error: note: missing a required argument: 'value'"]),
     "one too many": (call("boom", x=1), ["Error: boom: got an unexpected keyword argument 'x'"]),
     "no JSON": (
         "<tool_call>\nnote(1)\n</tool_call>",
@@ -361,29 +367,21 @@ CALLS = {
 def test_calls_are_answered_each_within_its_limits(play, name):
     output, expected = CALLS[name]
     begin = time.monotonic()
-    result = play(
-        WithTools,
-        lambda prompt, turn, *_: output if turn == 0 else "done",
-        limits=EpisodeLimits(seconds=30),
-    )
+    result = play(WithTools, lambda prompt, turn, *_: "done" if turn else output)
     assert not result.errors and time.monotonic() - begin < 15
-    (group,) = result.groups
-    first, last = group.trajectories_G[0].transitions
-    messages = [message["content"] for message in last.logs["new_messages"]]
-    assert all(message["role"] == "tool" for message in last.logs["new_messages"])
-    assert len(messages) == len(expected)
-    for text, beginning in zip(messages, expected, strict=True):
-        assert text.startswith(beginning) or beginning in text
+    first, last = result.groups[0].trajectories_G[0].transitions
+    messages = last.logs["new_messages"]
+    assert [message["role"] for message in messages] == ["tool"] * len(expected)
+    for message, part in zip(messages, expected, strict=True):
+        assert part in message["content"]
     assert len(first.logs["tool_calls"]) == len(expected) == last.reward
-    malformed = name in ("no such tool", "a missing argument", "one too many", "no JSON", "cut off")
+    malformed = name in ("no such tool", "no value", "one too many", "no JSON", "cut off")
     assert last.metrics["tool/calls"] == len(expected)
     assert last.metrics["tool/malformed"] == malformed
     assert last.metrics["tool/failed"] == (name in ("several at once", "a hang"))
     # the model has read each tool result as logged, after its answer
-    assert last.ob.to_ints()[: first.ob.length + len(first.ac.tokens)] == [
-        *first.ob.to_ints(),
-        *first.ac.tokens,
-    ]
+    before = [*first.ob.to_ints(), *first.ac.tokens]
+    assert last.ob.to_ints()[: len(before)] == before
 
 
 def test_the_tools_descriptions_are_those_of_transformers():
@@ -575,18 +573,17 @@ def test_a_setting_that_no_shell_can_split_is_a_problem():
         parse_environment("calculator", [("digits", "'1")])
 
 
-def test_inherited_settings_have_their_types(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from rl.envs.guess_number_env import GuessNumber\nclass Mine(GuessNumber):\n    pass\n"
-    )
+def test_inherited_settings_have_their_types(write):
+    file = write("""
+        from rl.envs.guess_number_env import GuessNumber
+        class Mine(GuessNumber):
+            pass
+    """)
     assert parse_environment(f"{file}:Mine", [("guesses", "5")]).settings == {"guesses": 5}
 
 
-def test_settings_beside_any_others_have_their_types(tmp_path):
-    file = tmp_path / "open.py"
-    file.write_text(
-        textwrap.dedent("""
+def test_settings_beside_any_others_have_their_types(write):
+    file = write("""
         from collections.abc import Callable
         from rl.envs import Environment
         class Open(Environment):
@@ -594,43 +591,40 @@ def test_settings_beside_any_others_have_their_types(tmp_path):
         class Odd(Environment):
             def __init__(self, judge: Callable = None, **others): pass
     """)
-    )
     spec = parse_environment(f"{file}:Open", [("high", "7"), ("rate", "2"), ("other", "3")])
     assert spec.settings == {"high": 7, "rate": 2.0, "other": "3"}
     assert resolve_environment(f"{file}:Open", high=7, other=3).settings == {"high": 7, "other": 3}
     assert parse_environment(f"{file}:Odd", [("judge", "7")]).settings == {"judge": "7"}
 
 
-def test_environments_are_found_by_name_and_address(tmp_path):
+def test_environments_are_found_by_name_and_address(write):
     # the others need a package, rows or a server
     single = {"calculator", "guess_number", "tic_tac_toe"}
     assert single < set(list_environments())
     for name in single:
         assert resolve_environment(name).make() is not None
-    with pytest.raises(UserError, match="did you mean 'calculator'"):
-        resolve_environment("calculater")
-    with pytest.raises(UserError, match="examples/games/debate.py:DebateEnv"):
-        resolve_environment("debate")
-    file = tmp_path / "mine.py"
-    source = (
-        "class Mine(Environment):\n    def __init__(self, size: int, *, on: bool = False): ...\n"
-    )
-    file.write_text(f"from rl.envs import Environment\n{source}")
+    file = write("""
+        from rl.envs import Environment
+        class Mine(Environment):
+            def __init__(self, size: int, *, on: bool = False): ...
+    """)
     spec = parse_environment(f"{file}:Mine", [("size", "3"), ("on", "True")])
     assert spec.settings == {"size": 3, "on": True} and spec.address == f"{file}:Mine"
-    assert (
-        parse_environment(f"{file}:Mine", [("size", "3"), ("no_on", "True")]).settings["on"]
-        is False
-    )
+    spec = parse_environment(f"{file}:Mine", [("size", "3"), ("no_on", "True")])
+    assert spec.settings["on"] is False
     with pytest.raises(UserError) as error:
         parse_environment(f"{file}:Mine", [("sizes", "x"), ("on", "maybe")])
     text = str(error.value)
     assert "did you mean --environment.size?" in text and "size is required" in text
     assert "--environment.on: maybe is not" in text
-    with pytest.raises(UserError, match="'Mime' is not an environment in it; did you mean 'Mine'"):
-        resolve_environment(f"{file}:Mime")
-    with pytest.raises(UserError, match="does not exist"):
-        resolve_environment(f"{tmp_path}/none.py:Mine")
+    for name, text in (
+        ("calculater", "did you mean 'calculator'"),
+        ("debate", "examples/games/debate.py:DebateEnv"),
+        (f"{file}:Mime", "'Mime' is not an environment in it; did you mean 'Mine'"),
+        (f"{file.parent}/none.py:Mine", "does not exist"),
+    ):
+        with pytest.raises(UserError, match=text):
+            resolve_environment(name)
     with pytest.raises(UserError, match="called 'calculator' already"):
         register_environment("calculator")(GuessEnvironment)
     register_environment("guess for this test")(GuessEnvironment)
@@ -656,23 +650,19 @@ def test_addresses_from_before_the_adapters_moved_are_resolved():
 # ----------------------------------------------------------------------------------------- failures
 
 
-def test_a_module_that_runs_a_program_at_its_import_sees_its_exit_code(play, tmp_path):
-    file = tmp_path / "programs.py"
-    file.write_text(
-        "import subprocess, sys\n"
-        "from rl.envs import Environment, TurnResult\n"
-        "code = subprocess.run([sys.executable, '-c', 'raise SystemExit(3)']).returncode\n"
-        "class Code(Environment):\n"
-        "    def start(self):\n"
-        "        return 'go'\n"
-        "    def step(self, answer):\n"
-        "        return TurnResult(reward=float(code), done=True)\n"
-    )
-    spec = isolate_environment(parse_environment(f"{file}:Code", []))
-    try:
-        assert play(spec, lambda *_: "a").groups[0].get_total_rewards() == [3.0]
-    finally:
-        spec.fork_server.close()
+def test_a_module_that_runs_a_program_at_its_import_sees_its_exit_code(play, resolve, write):
+    file = write("""
+        import subprocess, sys
+        from rl.envs import Environment, TurnResult
+        code = subprocess.run([sys.executable, "-c", "raise SystemExit(3)"]).returncode
+        class Code(Environment):
+            def start(self):
+                return "go"
+            def step(self, answer):
+                return TurnResult(reward=float(code), done=True)
+    """)
+    result = play(resolve(f"{file}:Code"), lambda *_: "a")
+    assert result.groups[0].get_total_rewards() == [3.0]
 
 
 BAD = textwrap.dedent('''
@@ -707,43 +697,32 @@ BAD = textwrap.dedent('''
                 for _ in range(100): sys.stdout.write("x" * 1_000_000)
         def start(self):
             if self.member == 1 and self.when == "start": self.misbehave()
-            return {"nothing": None, "number": 3, "bytes": b"a", "empty": [], "norole": [{"content": "a"}]}.get(
-                self.how, "go") if self.member == 1 and self.when == "start" else "go"
+            return "go"
         def step(self, answer):
-            if self.member == 1 and self.when == "step":
-                self.misbehave()
-                wrong = {"nothing": None, "nan": TurnResult(reward=float("nan"), done=True), "text": TurnResult(reward="much", done=True),
-                         "metric": TurnResult(done=True, metrics={"a": float("inf")}), "silent": TurnResult(), "seat": TurnResult("a", seat=3),
-                         "logs": TurnResult(done=True, logs={"a": object()}), "much": TurnResult("a" * 100_000_000), "tuple": ("a", 1.0)}
-                if self.how in wrong: return wrong[self.how]
+            if self.member == 1 and self.when == "step": self.misbehave()
             return TurnResult(reward=float(self.member), done=True)
         def close(self):
             if self.member == 1 and self.when == "close": self.misbehave()
 ''')
 
-NAMED = {
-    "raise": "raised KeyError: 'mine'",
-    "exit": "raised SystemExit",
-    "hang": "not done within its 2 s",
-    "spin": "not done within its 2 s",
-    "die": "died",
-    "kill": "died",
-    "nothing": "",
-    "number": "gave 3",
-    "bytes": "",
-    "empty": "returned no messages",
-    "norole": "gave [{",
-    "nan": "gave the reward nan",
-    "text": "gave the reward 'much'",
-    "metric": "gave the metric 'a' inf",
-    "silent": "returned no messages",
-    "seat": "names the seat 3",
-    "logs": "JSON",
-    "much": "characters",
-    "tuple": "",
+# what member 1 does, and when -> what its error says, or None if its episode is not lost
+IN_A_THREAD = {
+    ("raise", "step"): "raised KeyError: 'mine'",
+    ("raise", "start"): "raised KeyError: 'mine'",
+    ("raise", "close"): None,
+    ("exit", "step"): "raised SystemExit",
+    ("hang", "step"): "not done within its 2 s",
+    ("hang", "start"): "not done within its 2 s",
+    ("hang", "close"): None,
 }
-STEP = "raise exit hang nothing nan text metric silent seat logs much tuple".split()
-START = ("raise", "hang", "nothing", "number", "empty", "norole")
+IN_A_PROCESS = IN_A_THREAD | {
+    ("spin", "step"): "not done within its 2 s",
+    ("die", "step"): "died",
+    ("die", "start"): "died",
+    ("die", "close"): None,
+    ("kill", "step"): "died",
+    ("print", "step"): None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -760,49 +739,29 @@ def bad_process(bad_file):
     spec.fork_server.close()
 
 
-def check_damage(result, options):
-    """Check that a failing episode 1 of three is lost and named; the others keep their rewards."""
-    (group,) = result.groups
-    if options in ("print", "fine"):
-        assert group.get_total_rewards() == [0.0, 1.0, 2.0] and not result.errors
-        return
-    assert group.get_total_rewards() == [0.0, 2.0], result.errors
-    (error,) = result.errors
-    assert "episode 1 of row 0" in error and NAMED[options] in error and len(error) < 2000
-
-
-# Threads cannot survive what ends a process.
-THREAD = [*((h, "step") for h in STEP), *((h, "start") for h in START)]
-PROCESS_STEP = [*STEP, "spin", "die", "kill", "print"]
-PROCESS = [*((h, "step") for h in PROCESS_STEP), *((h, "start") for h in (*START, "die", "bytes"))]
-
-
-@pytest.mark.parametrize(
-    ("isolation", "options", "when"),
-    [
-        *(("thread", *case) for case in (*THREAD, ("raise", "close"), ("hang", "close"))),
-        *(("process", *case) for case in (*PROCESS, ("die", "close"), ("hang", "close"))),
-    ],
-)
-def test_what_breaks_costs_its_own_episode(play, bad_file, bad_process, isolation, options, when):
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_what_breaks_costs_its_own_episode(play, bad_file, bad_process, isolation):
+    """Episode 1 of three is lost and named; the others keep their rewards."""
     begin = time.monotonic()
     in_thread = isolation == "thread"
     spec = parse_environment(f"{bad_file}:Bad", []) if in_thread else bad_process
-    rows, limits = [{"how": options, "when": when}], EpisodeLimits(seconds=2)
-    result = play(spec, lambda *_: "a", members=3, rows=rows, limits=limits)
-    check_damage(result, "fine" if when == "close" else options)
-    assert time.monotonic() - begin < (30 if in_thread else 60)
+    cases = IN_A_THREAD if in_thread else IN_A_PROCESS
+    rows = [{"how": how, "when": when} for how, when in cases]
+    result = play(spec, lambda *_: "a", members=3, rows=rows, limits=EpisodeLimits(seconds=2))
+    assert len(result.errors) == sum(says is not None for says in cases.values()), result.errors
+    for row, (case, group) in enumerate(zip(cases, result.groups, strict=True)):
+        says = cases[case]
+        assert group.get_total_rewards() == ([0.0, 2.0] if says else [0.0, 1.0, 2.0]), case
+        if says:
+            (error,) = [text for text in result.errors if f"episode 1 of row {row}," in text]
+            assert says in error and len(error) < 2000, case
+    assert time.monotonic() - begin < 60
 
 
 def test_a_tool_that_dies_costs_its_call(play, bad_process):
     """A plain function runs in a separate process there, and its printed output is discarded."""
-    text = call("dies") + call("prints") + call("dies")
-    result = play(
-        bad_process,
-        lambda prompt, turn, *_: text if turn == 0 else "a",
-        members=2,
-        rows=[{"how": "", "when": ""}],
-    )
+    text, rows = call("dies") + call("prints") + call("dies"), [{"how": "", "when": ""}]
+    result = play(bad_process, lambda _, turn, *rest: "a" if turn else text, members=2, rows=rows)
     (group,) = result.groups
     assert not result.errors and group.get_total_rewards() == [0.0, 1.0]
     for episode in group.trajectories_G:
@@ -810,13 +769,14 @@ def test_a_tool_that_dies_costs_its_call(play, bad_process):
         assert messages == ["Error: dies died", "printed", "Error: dies died"]
 
 
-def test_the_process_gone_it_is_begun_again(play, bad_process):
-    rows = [{"how": "", "when": ""}]
-    assert not play(bad_process, lambda *_: "a", rows=rows).errors
-    while remaining := find_descendants(os.getpid()):
+def test_the_process_gone_it_is_begun_again(play, resolve, bad_file):
+    spec, rows = resolve(f"{bad_file}:Bad"), [{"how": "", "when": ""}]
+    others = set(find_descendants(os.getpid()))
+    assert not play(spec, lambda *_: "a", rows=rows).errors
+    while remaining := set(find_descendants(os.getpid())) - others:
         for pid in remaining:
             kill_process(pid)
-    assert not play(bad_process, lambda *_: "a", rows=rows).errors
+    assert not play(spec, lambda *_: "a", rows=rows).errors
 
 
 # ------------------------------------------------------------------- the same, resolved in a script
@@ -839,97 +799,55 @@ COUNTING = textwrap.dedent('''
 ''')
 
 
-@pytest.fixture
-def resolve():
-    """Return `resolve_environment` with processes that end with the test."""
-    made = []
-
-    def run(name, **more):
-        made.append(resolve_environment(name, **more))
-        return made[-1]
-
-    yield run
-    for spec in made:
-        if spec.fork_server is not None:
-            spec.fork_server.close()
-
-
-@pytest.mark.parametrize("options", ["die", "kill", "spin"])
-def test_an_environment_of_a_file_dies_without_the_script(play, resolve, bad_file, options):
-    """Runs in processes, as under `train.py`: in a thread, the first two cases would end these
-    tests.
-    """
-    rows, limits = [{"how": options, "when": "step"}], EpisodeLimits(seconds=2)
-    spec = resolve(f"{bad_file}:Bad")
-    check_damage(play(spec, lambda *_: "a", members=3, rows=rows, limits=limits), options)
-
-
 @pytest.mark.parametrize("form", ["file", "module", "thread", "class"])
 def test_a_modules_state_is_that_of_one_episode_unless_threads_are_asked_for(
-    play, resolve, tmp_path, monkeypatch, form
+    play, resolve, write, monkeypatch, form
 ):
-    name = f"counting_{form}"
-    (tmp_path / f"{name}.py").write_text(COUNTING)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    place = f"{name}:Counting" if form == "module" else f"{tmp_path / name}.py:Counting"
-    if form == "class":
-        spec = resolve(importlib.import_module(name).Counting)
-    else:
-        spec = resolve(place, **({"environment_isolation": "thread"} if form == "thread" else {}))
+    file = write(COUNTING, f"counting_{form}")
+    monkeypatch.syspath_prepend(str(file.parent))
+    spec = {
+        "file": lambda: resolve(f"{file}:Counting"),
+        "module": lambda: resolve(f"{file.stem}:Counting"),
+        "thread": lambda: resolve(f"{file}:Counting", environment_isolation="thread"),
+        "class": lambda: resolve(importlib.import_module(file.stem).Counting),
+    }[form]()
     result = play(spec, lambda *_: "a", members=2, rows=[{"pid": os.getpid()}] * 2)
     rewards = sorted(reward for group in result.groups for reward in group.get_total_rewards())
     apart = form in ("file", "module")
     assert not result.errors and (rewards == [1.0] * 4) == apart
     assert (spec.fork_server is not None) == apart
-    elsewhere = {
-        t.metrics["elsewhere"]
-        for group in result.groups
-        for item in group.trajectories_G
-        for t in item.transitions
-    }
-    assert elsewhere == {float(apart)}
+    episodes = [item for group in result.groups for item in group.trajectories_G]
+    assert {item.transitions[0].metrics["elsewhere"] for item in episodes} == {float(apart)}
 
 
-def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(resolve, tmp_path):
-    (tmp_path / "judged.py").write_text(COUNTING)
-    with pytest.raises(
-        ValueError, match=r"'judge'.*another process.*environment_isolation='thread'"
-    ):
-        resolve(f"{tmp_path}/judged.py:Counting", judge=lambda text: 1.0)
-    assert (
-        resolve(
-            f"{tmp_path}/judged.py:Counting", judge=lambda text: 1.0, environment_isolation="thread"
-        )
-        .make()
-        .judge("")
-        == 1.0
-    )
-    with pytest.raises(
-        ValueError, match=r"environment_isolation is one of auto, thread, process.*'fork'"
-    ):
-        resolve(f"{tmp_path}/judged.py:Counting", environment_isolation="fork")
-    once = resolve(f"{tmp_path}/judged.py:Counting")
+def test_a_setting_that_no_other_process_can_read_is_an_error_with_a_remedy(resolve, write):
+    name, judge = f"{write(COUNTING)}:Counting", lambda text: 1.0
+    remedy = r"'judge'.*another process.*environment_isolation='thread'"
+    with pytest.raises(ValueError, match=remedy):
+        resolve(name, judge=judge)
+    made = resolve(name, judge=judge, environment_isolation="thread").make()
+    assert made.judge("") == 1.0
+    expected = r"environment_isolation is one of auto, thread, process.*'fork'"
+    with pytest.raises(ValueError, match=expected):
+        resolve(name, environment_isolation="fork")
+    once = resolve(name)
     assert resolve_environment(once) is once
     assert resolve_environment(once, environment_isolation="thread").fork_server is None
     with pytest.raises(ValueError, match="class of this script"):
         resolve(GuessEnvironment, environment_isolation="process")
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("time.sleep(1000)", "was not ready after 5 s"),
-        ("[os.write(fd, b'x' * 99) for fd in fds]", "sent an invalid reply: it begins with b'xxx"),
-        ("os._exit(3)", "died: exit code 3"),
-    ],
-)
+@pytest.mark.parametrize(("line", "reason"), [
+    ("time.sleep(1000)", "was not ready after 2 s"),
+    ("[os.write(fd, b'x' * 99) for fd in fds]", "sent an invalid reply: it begins with b'xxx"),
+    ("os._exit(3)", "died: exit code 3"),
+])  # fmt: skip
 def test_an_environment_whose_process_does_not_start_is_described(
-    monkeypatch, tmp_path, line, reason
+    monkeypatch, resolve, write, line, reason
 ):
     if "time.sleep" in line:
-        monkeypatch.setattr("rl.envs.fork_server._START_SECONDS", 5.0)
-    (tmp_path / "unready.py").write_text(
-        textwrap.dedent(f"""
+        monkeypatch.setattr("rl.envs.fork_server._START_SECONDS", 2.0)
+    file = write(f"""
         import os, stat, time
         from rl.envs import Environment
         class Unready(Environment):
@@ -940,17 +858,14 @@ def test_an_environment_whose_process_does_not_start_is_described(
             fds = [fd for fd in fds if stat.S_ISSOCK(os.fstat(fd).st_mode)]
             {line}
     """)
-    )
-    spec = isolate_environment(parse_environment(f"{tmp_path}/unready.py:Unready", []))
+    spec = resolve(f"{file}:Unready")
     with pytest.raises(UserError) as caught:
         spec.fork_server.begin()
     assert f"process of environment {spec.name} {reason}" in str(caught.value)
 
 
-def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
-    file = tmp_path / "sharing.py"
-    file.write_text(
-        textwrap.dedent("""
+def test_what_a_group_shares_is_made_once_in_its_own_process(play, resolve, write):
+    file = write("""
         import os
         from rl.envs import Environment, TurnResult
         class Sharing(Environment):
@@ -962,51 +877,43 @@ def test_what_a_group_shares_is_made_once_in_its_own_process(play, tmp_path):
                 metrics = {"by": self.shared["by"], "mine": os.getpid(), "above": os.getppid()}
                 return TurnResult(reward=self.shared["number"], done=True, metrics=metrics)
     """)
-    )
-    spec = isolate_environment(parse_environment(f"{file}:Sharing", []))
-    result = play(spec, lambda *_: "a", members=3, rows=[{}, {}])
-    spec.fork_server.close()
+    result = play(resolve(f"{file}:Sharing"), lambda *_: "a", members=3, rows=[{}, {}])
     assert not result.errors
+    makers = set()
     for group in result.groups:
         metrics = [episode.transitions[0].metrics for episode in group.trajectories_G]
-        assert len({m["by"] for m in metrics}) == 1 and len({m["mine"] for m in metrics}) == 3
-        assert all(m["above"] == m["by"] for m in metrics)
+        (maker,) = {m["by"] for m in metrics}
+        assert len({m["mine"] for m in metrics}) == 3 and {m["above"] for m in metrics} == {maker}
         assert len(set(group.get_total_rewards())) == 1
-    assert (
-        len({group.trajectories_G[0].transitions[0].metrics["by"] for group in result.groups}) == 2
-    )
+        makers.add(maker)
+    assert len(makers) == 2
 
 
-def test_episodes_after_an_async_share_have_loops_of_their_own(play, tmp_path):
+def test_episodes_after_an_async_share_have_loops_of_their_own(play, resolve, write):
     """A loop that forks shared would lose the wake-ups of its threads to other episodes."""
-    file = tmp_path / "waiting.py"
-    file.write_text(
-        textwrap.dedent("""
+    file = write("""
         import asyncio
         from rl.envs import Environment, TurnResult
+        async def wait():
+            for _ in range(60):
+                await asyncio.to_thread(sum, [1])
         class Waiting(Environment):
             async def share(self):
                 await asyncio.sleep(0)
             async def start(self):
-                for _ in range(60):
-                    await asyncio.to_thread(sum, [1])
+                await wait()
                 return "q"
             async def step(self, answer):
-                for _ in range(60):
-                    await asyncio.to_thread(sum, [1])
+                await wait()
                 return TurnResult(reward=1.0, done=True)
     """)
-    )
-    spec = isolate_environment(parse_environment(f"{file}:Waiting", []))
+    spec = resolve(f"{file}:Waiting")
     result = play(spec, lambda *_: "a", members=4, limits=EpisodeLimits(seconds=20))
-    spec.fork_server.close()
     assert not result.errors and result.groups[0].get_total_rewards() == [1.0] * 4
 
 
-def test_results_of_a_process_are_those_of_a_thread(play, tmp_path):
-    file = tmp_path / "results.py"
-    file.write_text(
-        textwrap.dedent("""
+def test_results_of_a_process_are_those_of_a_thread(play, resolve, write):
+    file = write("""
         from pathlib import Path
         import numpy as np
         from PIL import Image
@@ -1022,20 +929,15 @@ def test_results_of_a_process_are_those_of_a_thread(play, tmp_path):
                 image = {"type": "image", "image": Image.new("RGB", (8, 8), "red")}
                 return [{"role": "user", "content": [image]}]
     """)
-    )
-    seen = []
     for isolation in ("thread", "process"):
-        spec = resolve_environment(f"{file}:Keys", environment_isolation=isolation)
+        spec = resolve(f"{file}:Keys", environment_isolation=isolation)
         result = play(spec, lambda *_: "a")
         (turn,) = result.groups[0].trajectories_G[0].transitions
-        seen.append((turn.metrics["4"], turn.logs["3"], turn.logs["at"]))
-    assert not result.errors and seen[0] == seen[1] == (1.0, {"(1, 2)": [1]}, "a")
-    picture = resolve_environment(f"{file}:Picture")
-    spec.fork_server.close()
+        seen = (turn.metrics["4"], turn.logs["3"], turn.logs["at"])
+        assert not result.errors and seen == (1.0, {"(1, 2)": [1]}, "a")
+    picture = resolve(f"{file}:Picture")
     picture.fork_server.begin()
-    episode = picture.fork_server.fork()
-    (message,) = episode.ask("it", "start", task=EpisodeTask({}, 0)).first_turn
-    picture.fork_server.close()
+    (message,) = picture.fork_server.fork().ask("it", "start", task=EpisodeTask({}, 0)).first_turn
     image = open_image(make_image_chunk(message["content"][0]["image"]))
     assert image.size == (8, 8) and image.getpixel((0, 0)) == (255, 0, 0)
 
@@ -1054,10 +956,9 @@ class Silent(Environment):
 
 
 def test_what_start_cannot_return_is_named(play):
-    (error,) = play(Ended, lambda *_: "a").errors
-    assert "ended its episode in start()" in error
-    (error,) = play(Silent, lambda *_: "a").errors
-    assert "returned no messages" in error
+    for environment, says in ((Ended, "ended its episode in start()"), (Silent, "no messages")):
+        (error,) = play(environment, lambda *_: "a").errors
+        assert says in error
     assert not play(Silent, lambda *_: "a", system_prompt="Be brief.").errors
 
 
@@ -1132,28 +1033,25 @@ def test_a_grader_that_spins_for_ever_scores_0_and_the_next_episode_is_graded(
 
 
 @pytest.mark.parametrize("options", ["thread", "process"])
-def test_answers_of_a_built_in_environment_are_graded_wherever_it_runs(play, options):
-    spec = resolve_environment(
-        "calculator", environment_isolation=options, grader="math_correctness"
-    )
+def test_answers_of_a_built_in_environment_are_graded_wherever_it_runs(play, resolve, options):
+    spec = resolve("calculator", environment_isolation=options, grader="math_correctness")
     answers = iter([r"\boxed{14/2}", r"\boxed{9^{9^{9^9}}}", r"\boxed{"])
     result = play(spec, lambda *_: next(answers), rows=[asked_row("7")] * 3)
-    if spec.fork_server is not None:
-        spec.fork_server.close()
     assert not result.errors
     assert [group.get_total_rewards() for group in result.groups] == [[1.0], [0.0], [0.0]]
 
 
 def test_a_grader_of_ones_own_reads_its_variables_and_what_it_raises_is_named(
-    play, tmp_path, monkeypatch
+    play, write, monkeypatch
 ):
     monkeypatch.setenv("MY_SERVICE_KEY", "k")
-    (tmp_path / "mine.py").write_text(
-        "import os\ndef mine(prompt, response, meta):\n    return {'k': 0.5}[response[:1] and "
-        "os.environ['MY_SERVICE_KEY'] + response[1:]]\n"
-    )
-    spec = resolve_environment("calculator", grader=f"{tmp_path / 'mine.py'}:mine")
+    file = write("""
+        import os
+        def mine(prompt, response, meta):
+            return {"k": 0.5}[response[:1] and os.environ["MY_SERVICE_KEY"] + response[1:]]
+    """)
     answers = iter(["a", "bad"])
+    spec = resolve_environment("calculator", grader=f"{file}:mine")
     result = play(spec, lambda *_: next(answers), rows=[asked_row("7")] * 2)
     assert [group.get_total_rewards() for group in result.groups] == [[0.5]]
     assert len(result.errors) == 1 and "KeyError" in result.errors[0]

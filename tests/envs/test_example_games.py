@@ -25,15 +25,12 @@ def count_fewest_questions(things: frozenset[str]) -> int:
     """
     if len(things) == 1:
         return 1
-    best = 10**6
+    counts = [1 + count_fewest_questions(things - {sorted(things)[0]})]  # after a guess
     for attribute in questions.WORDS:
         held = questions.filter_by_attribute(attribute, things)
         if held and held != things:
-            best = min(
-                best, 1 + max(count_fewest_questions(held), count_fewest_questions(things - held))
-            )
-    guess = sorted(things)[0]
-    return min(best, 1 + count_fewest_questions(things - {guess}))
+            counts.append(1 + max(map(count_fewest_questions, (held, things - held))))
+    return min(counts)
 
 
 def count_questions(secret: str, things: frozenset[str]) -> int:
@@ -61,20 +58,17 @@ def test_things_are_told_apart_by_what_holds_of_them():
     assert {a for held in questions.THINGS.values() for a in held} == set(questions.WORDS)
 
 
-@pytest.mark.parametrize(
-    "item, text, answer",
-    [
-        ("cat", "Is it alive?", "yes"),
-        ("cat", "Does it fly?", "no"),
-        ("cat", "Is it a CAT?", "right"),
-        ("cat", "Is it a dog?", "no"),
-        ("cat", "Is it a cat or a dog?", "unclear"),
-        ("cat", "Is it alive and big?", "unclear"),
-        ("cat", "What is it?", "unclear"),
-        ("plane", "Is it made of iron?", "yes"),
-        ("book", "catalogue", "unclear"),
-    ],
-)
+@pytest.mark.parametrize("item, text, answer", [
+    ("cat", "Is it alive?", "yes"),
+    ("cat", "Does it fly?", "no"),
+    ("cat", "Is it a CAT?", "right"),
+    ("cat", "Is it a dog?", "no"),
+    ("cat", "Is it a cat or a dog?", "unclear"),
+    ("cat", "Is it alive and big?", "unclear"),
+    ("cat", "What is it?", "unclear"),
+    ("plane", "Is it made of iron?", "yes"),
+    ("book", "catalogue", "unclear"),
+])  # fmt: skip
 def test_the_rule_answers_what_is_asked(item, text, answer):
     assert questions.answer_by_rule(item, text, questions.THINGS) == answer
 
@@ -92,22 +86,17 @@ def outcome(source: str, case: debugging.Case):
 @pytest.mark.parametrize("level", debugging.LEVELS)
 def test_a_planted_bug_fails_its_first_case_and_its_fix_passes_all(level):
     seen = set()
-    for seed in range(150):
+    for seed in range(50):
         bug = debugging.plant_bug(seed, [level])
         assert bug == debugging.plant_bug(seed, [level]) and bug.level == level
         assert len(bug.cases) == 4
-        assert outcome(bug.source, bug.cases[0]) == bug.wrong_result != bug.cases[0].expected
+        case = bug.cases[0]
+        assert outcome(bug.source, case) == bug.wrong_result != case.expected
         assert all(outcome(bug.solution, case) == case.expected for case in bug.cases)
-        assert (
-            debugging.apply_reply(bug, debugging.make_fix(bug))
-            == debugging.apply_reply(bug, bug.solution)
-            == bug.solution
-            != bug.source
-        )
-        assert (
-            eval(bug.cases[0].call, {debugging.FUNCTION_NAME: lambda *inputs: inputs})
-            == bug.cases[0].arguments
-        )
+        for fix in (debugging.make_fix(bug), bug.solution):
+            assert debugging.apply_reply(bug, fix) == bug.solution != bug.source
+        arguments = eval(case.call, {debugging.FUNCTION_NAME: lambda *inputs: inputs})
+        assert arguments == case.arguments
         seen.add(bug.source)
     assert len(seen) >= 3
 
@@ -115,30 +104,14 @@ def test_a_planted_bug_fails_its_first_case_and_its_fix_passes_all(level):
 def test_every_way_to_write_a_fix():
     bug = debugging.plant_bug(0, ["operator"])
     whole, line = bug.solution, debugging.make_fix(bug)
-    for reply in (
-        whole,
-        f"\n{whole}",
-        f"```python\n{whole}```",
-        f"Here:\n```\n{whole}```",
-        line,
-        f" {line} ",
-        f"```\n{line}\n```",
-    ):
+    fixes = [whole, f"\n{whole}", f"```python\n{whole}```", f"Here:\n```\n{whole}```"]
+    for reply in (*fixes, line, f" {line} ", f"```\n{line}\n```"):
         assert debugging.apply_reply(bug, reply) == whole, reply
-    for reply in (
-        "",
-        "return a + b",
-        "9: return a + b",
-        "0: return a",
-        "2:",
-        "two: return a",
-        "import os",
-        f"{line}\nand more",
-    ):
+    wrong = ["", "return a + b", "9: return a + b", "0: return a", "2:", "two: return a"]
+    for reply in (*wrong, "import os", f"{line}\nand more"):
         assert debugging.apply_reply(bug, reply) is None, reply
-    assert (
-        debugging.apply_reply(bug, "1: def f(b, a):\n2: return a") == "def f(b, a):\n    return a\n"
-    )
+    both = debugging.apply_reply(bug, "1: def f(b, a):\n2: return a")
+    assert both == "def f(b, a):\n    return a\n"
 
 
 def test_other_fixes_have_the_form_of_a_fix():
@@ -209,20 +182,15 @@ def test_the_right_line_is_enough_and_a_wrong_one_shows_what_fails(level, sandbo
     assert turn.done and turn.reward == 1 and turn.metrics["correct_at_once"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("reply", "text"),
-    [
-        ("nonsense", "That is no fix"),
-        ("2: return a / 0", "error: ZeroDivisionError"),
-        ("2: return a +", "load: "),
-        ("2: import os; os._exit(0)", "exit: "),
-        (
-            "def f(a, b):\n    class E(int):\n        __eq__ = lambda s, o: True\n    return E(0)",
-            "should be",
-        ),
-        ("2: return " + "'x' * 10**6", "should be"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "text"), [
+    ("nonsense", "That is no fix"),
+    ("2: return a / 0", "error: ZeroDivisionError"),
+    ("2: return a +", "load: "),
+    ("2: import os; os._exit(0)", "exit: "),
+    ("def f(a, b):\n    class E(int):\n        __eq__ = lambda s, o: True\n    return E(0)",
+     "should be"),
+    ("2: return " + "'x' * 10**6", "should be"),
+])  # fmt: skip
 def test_what_a_reply_comes_to_is_told_in_a_line_and_costs_a_try(reply, text, sandbox_walls):
     match, _ = start_match(1)
     turn = match.step({"content": reply})
@@ -244,13 +212,10 @@ def test_what_passes_the_test_that_is_shown_alone_does_not_pass(sandbox_walls):
 
 def test_a_point_counts_once_and_for_its_own_side():
     motion = debate.MOTIONS[0]
-    assert debate.count_points(
-        motion, [("for", "They are clean, clean and QUIET"), ("against", "clean loyal dogs")]
-    ) == {"for": 2, "against": 1}
-    assert debate.count_points(motion, [("for", "clean"), ("for", "clean calm")]) == {
-        "for": 2,
-        "against": 0,
-    }
+    speeches = [("for", "They are clean, clean and QUIET"), ("against", "clean loyal dogs")]
+    assert debate.count_points(motion, speeches) == {"for": 2, "against": 1}
+    speeches = [("for", "clean"), ("for", "clean calm")]
+    assert debate.count_points(motion, speeches) == {"for": 2, "against": 0}
     assert debate.find_points(motion, "for", "clean and calm", frozenset({"clean"})) == {"calm"}
 
 

@@ -35,17 +35,11 @@ def play(game, player, draw):
 
 @pytest.mark.parametrize("count", [*range(1, 40), 64, 100])
 def test_halving_needs_as_few_guesses_as_any_strategy(count):
-    draw = random.Random(0)
-    needed = [
-        play(guess_number_env.NumberGame(s, 5, 4 + count), guess_number_env.guess_middle, draw)
-        for s in range(5, 5 + count)
-    ]
-    assert (
-        max(needed)
-        == count_fewest_guesses(count)
-        == guess_number_env.count_guesses_needed(count)
-        == math.floor(math.log2(count)) + 1
-    )
+    draw, rule = random.Random(0), guess_number_env.guess_middle
+    games = [guess_number_env.NumberGame(secret, 5, 4 + count) for secret in range(5, 5 + count)]
+    needed = max(play(game, rule, draw) for game in games)
+    assert needed == count_fewest_guesses(count) == math.floor(math.log2(count)) + 1
+    assert needed == guess_number_env.count_guesses_needed(count)
 
 
 def test_answers_say_where_the_secret_is():
@@ -67,19 +61,16 @@ def test_careless_players_find_it_too(name):
     assert max(counts) > 4 and (name == "any_number" or max(counts) <= 8)
 
 
-@pytest.mark.parametrize(
-    "text, number",
-    [
-        ("4", 4),
-        ("I say 4.", 4),
-        ("4 or 4", 4),
-        ("4 or 5", None),
-        ("", None),
-        ("four", None),
-        ("-2", -2),
-        ("12345678901234567890", None),
-    ],
-)
+@pytest.mark.parametrize("text, number", [
+    ("4", 4),
+    ("I say 4.", 4),
+    ("4 or 4", 4),
+    ("4 or 5", None),
+    ("", None),
+    ("four", None),
+    ("-2", -2),
+    ("12345678901234567890", None),
+])  # fmt: skip
 def test_a_guess_is_the_only_number_in_a_reply(text, number):
     assert guess_number_env.read_number(text) == number
 
@@ -113,24 +104,18 @@ def test_all_games_are_as_many_as_there_are():
 @pytest.mark.parametrize("mark", tic_tac_toe_env.MARKS)
 def test_perfect_play_never_loses_whatever_the_other_does(mark):
     """Play every move that the perfect player may draw against every move of the opponent."""
-    seen, boards = set(), [tic_tac_toe_env.EMPTY]
-    ends = set()
+    seen, boards, ends = set(), [tic_tac_toe_env.EMPTY], set()
     while boards:
         board = boards.pop()
         if tic_tac_toe_env.is_over(board):
             ends.add(tic_tac_toe_env.find_winner(board))
             continue
         turn = tic_tac_toe_env.next_mark(board)
-        cells = (
-            tic_tac_toe_env.find_best_cells(board)
-            if turn == mark
-            else tic_tac_toe_env.find_free_cells(board)
-        )
-        for cell in cells:
-            after = tic_tac_toe_env.place_mark(board, cell, turn)
-            if after not in seen:
-                seen.add(after)
-                boards.append(after)
+        is_perfect = turn == mark
+        find = tic_tac_toe_env.find_best_cells if is_perfect else tic_tac_toe_env.find_free_cells
+        after = {tic_tac_toe_env.place_mark(board, cell, turn) for cell in find(board)} - seen
+        seen |= after
+        boards += after
     assert ends == {mark, None}
 
 
@@ -183,18 +168,15 @@ def test_two_perfect_players_draw_and_random_ones_do_not():
     assert abs(results.count("O") / 2000 - 0.288) < 0.031
 
 
-@pytest.mark.parametrize(
-    "text, cell",
-    [
-        ("5", 5),
-        ("I take 5!", 5),
-        ("0", None),
-        ("10", None),
-        ("5 or 6", None),
-        ("V", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize("text, cell", [
+    ("5", 5),
+    ("I take 5!", 5),
+    ("0", None),
+    ("10", None),
+    ("5 or 6", None),
+    ("V", None),
+    ("", None),
+])  # fmt: skip
 def test_a_move_is_the_only_number_in_a_reply(text, cell):
     assert tic_tac_toe_env.read_cell(text) == cell
 

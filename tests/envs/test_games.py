@@ -18,26 +18,10 @@ debates, questions = load_example("debate"), load_example("twenty_questions")
 
 def draw_any_reply(prompt, draw):
     """Return a valid reply for some game, or an invalid one, chosen at random."""
-    words = [
-        *"123456789",
-        str(draw.randint(1, 16)),
-        "",
-        "x y",
-        "2: return a + b",
-        "2: return a * b",
-        "yes",
-        "no",
-        "for",
-        "against",
-    ]
-    return draw.choice(
-        [
-            *words,
-            *questions.WORDS,
-            *questions.THINGS,
-            " ".join(draw.sample(debates.MOTIONS[0].points["for"], 2)),
-        ]
-    )
+    points = " ".join(draw.sample(debates.MOTIONS[0].points["for"], 2))
+    words = ["", "x y", "2: return a + b", "2: return a * b", "yes", "no", "for", "against", points]
+    words += [*"123456789", str(draw.randint(1, 16)), *questions.WORDS, *questions.THINGS]
+    return draw.choice(words)
 
 
 def choose_free_cell(prompt, draw):
@@ -82,63 +66,41 @@ def test_what_is_trained_is_what_the_policy_sampled_and_nothing_else(
     """In random games, every sample of the policy is in exactly one trajectory, and no sample of
     another player is in any.
     """
-    policy = MadeUp(
-        TOKENIZER,
-        choose_free_cell if name == "tic_tac_toe" else draw_any_reply,
-        version=1,
-        logprob=-1.0,
-    )
     words = choose_free_cell if name == "tic_tac_toe" else draw_any_reply
+    policy = MadeUp(TOKENIZER, words, version=1, logprob=-1.0)
     players = {
         owner: MadeUp(TOKENIZER, words, version=2 + i, logprob=-2.0)
         for i, owner in enumerate(others)
     }
     renderers = {owner: get_renderer("plain", TOKENIZER) for owner in others if owner != "pool"}
-    result = play(
-        name,
-        policy,
-        groups=6,
-        members=5,
-        renderer=renderer,
-        players=players,
-        renderers=renderers,
-        **settings,
-    )
+    form = {"renderer": renderer, "players": players, "renderers": renderers}
+    result = play(name, policy, groups=4, members=3, **form, **settings)
     assert not result.errors
     for owner, player in players.items():
         assert player.drawn, f"{owner} had no turn"
-    turns = [
-        turn
-        for group in result.groups
-        for item in group.trajectories_G
-        for turn in item.transitions
-    ]
+    trajectories = [item for group in result.groups for item in group.trajectories_G]
+    turns = [turn for item in trajectories for turn in item.transitions]
     assert Counter((tuple(t.ob.to_ints()), tuple(t.ac.tokens)) for t in turns) == Counter(
         (tuple(p), tuple(s)) for p, s in policy.drawn
     )
-    for group in result.groups:
-        for trajectory in group.trajectories_G:
-            assert {turn.ac.version for turn in trajectory.transitions} == {1}
-            assert len({turn.seat for turn in trajectory.transitions}) == 1
-            assert [turn.episode_done for turn in trajectory.transitions] == [False] * (
-                len(trajectory.transitions) - 1
-            ) + [True]
-            trajectory.advantage = 1.0
-            datums = trajectory_to_datums(trajectory)
-            fields = [datum.loss_fn_inputs for datum in datums]
-            trained = [
-                int(token)
-                for item in fields
-                for token in item["target_tokens"].array[item["mask"].array != 0]
-            ]
-            assert trained == [token for turn in trajectory.transitions for token in turn.ac.tokens]
-            for datum in datums:
-                mask = datum.loss_fn_inputs["mask"].array
-                logprobs = datum.loss_fn_inputs["logprobs"].array
-                # the policy's logprobs, and 0 at all other positions
-                assert (logprobs == -mask).all()
-            if renderer == "plain":  # this renderer always continues the previous tokens
-                assert len(datums) == 1
+    for trajectory in trajectories:
+        turns = trajectory.transitions
+        assert {turn.ac.version for turn in turns} == {1}
+        assert len({turn.seat for turn in turns}) == 1
+        assert [turn.episode_done for turn in turns] == [False] * (len(turns) - 1) + [True]
+        trajectory.advantage = 1.0
+        fields = [datum.loss_fn_inputs for datum in trajectory_to_datums(trajectory)]
+        trained = [
+            int(token)
+            for item in fields
+            for token in item["target_tokens"].array[item["mask"].array != 0]
+        ]
+        assert trained == [token for turn in turns for token in turn.ac.tokens]
+        for item in fields:
+            # the policy's logprobs, and 0 at all other positions
+            assert (item["logprobs"].array == -item["mask"].array).all()
+        if renderer == "plain":  # this renderer always continues the previous tokens
+            assert len(fields) == 1
 
 
 def seats_of(result):
@@ -171,64 +133,39 @@ def replay_moves(match):
 def test_each_seat_of_tic_tac_toe_earns_what_its_game_came_to(opponent):
     policy = MadeUp(TOKENIZER, choose_free_cell, version=1, cut_off=0.0)
     pool = MadeUp(TOKENIZER, choose_free_cell, version=2, cut_off=0.0)
-    result = play(
-        "tic_tac_toe", policy, groups=20, members=3, players={"pool": pool}, opponent=opponent
-    )
+    form = {"groups": 20, "members": 3, "players": {"pool": pool}}
+    result = play("tic_tac_toe", policy, opponent=opponent, **form)
     seats = Counter()
     for _, item, match in seats_of(result):
         mark = "XO"[item.transitions[0].seat]
         winner, illegal = replay_moves(match)
-        rewards = [turn.reward for turn in item.transitions]
-        expected = (
-            -1.0
-            if illegal == mark
-            else 0.0
-            if illegal
-            else 0.0
-            if winner is None
-            else 1.0
-            if winner == mark
-            else -1.0
-        )
-        assert rewards == [0.0] * (len(rewards) - 1) + [expected], match
-        metrics = item.transitions[-1].metrics
         lost = illegal == mark or (winner is not None and winner != mark)
         won = winner == mark or (illegal is not None and illegal != mark)
-        messages = [metrics[name] for name in ("won", "lost", "drawn", "illegal")]
-        assert messages == [won, lost, not winner and not illegal, illegal == mark]
-        assert [turn.logs["response"] for turn in item.transitions] == [
-            move["text"] for move in match if move["seat"] == mark
-        ]
+        rewards = [turn.reward for turn in item.transitions]
+        # an invalid move costs its player the game, and earns the other nothing
+        expected = -1.0 if lost else float(winner == mark)
+        assert rewards == [0.0] * (len(rewards) - 1) + [expected], match
+        metrics = item.transitions[-1].metrics
+        ends = [metrics[name] for name in ("won", "lost", "drawn", "illegal")]
+        assert ends == [won, lost, not winner and not illegal, illegal == mark]
+        moves = [move["text"] for move in match if move["seat"] == mark]
+        assert [turn.logs["response"] for turn in item.transitions] == moves
+        assert opponent != "perfect" or not metrics["won"], "nobody beats it"
         seats[mark] += 1
     if opponent == "policy":
         assert {group.tag for group in result.groups} == {"tic_tac_toe/seat0", "tic_tac_toe/seat1"}
         assert len(result.groups) == 40
-        assert all(
-            len({turn.seat for item in group.trajectories_G for turn in item.transitions}) == 1
-            for group in result.groups
-        )
+        for group in result.groups:
+            assert len({t.seat for item in group.trajectories_G for t in item.transitions}) == 1
     else:
         assert min(seats.values()) >= 9  # it plays both seats
-    if opponent == "perfect":
-        assert not any(item.transitions[-1].metrics["won"] for _, item, _ in seats_of(result)), (
-            "nobody beats it"
-        )
 
 
-def test_a_seat_reads_what_it_is_told_and_not_what_others_are(monkeypatch):
-    policy = MadeUp(
-        TOKENIZER, lambda prompt, draw: f"say {draw.randint(100, 999)}", version=1, cut_off=0.0
-    )
+def test_a_seat_reads_what_it_is_told_and_not_what_others_are():
+    policy = MadeUp(TOKENIZER, lambda prompt, draw: f"say {draw.randint(100, 999)}", 1, cut_off=0.0)
     judge = MadeUp(TOKENIZER, lambda prompt, draw: "against", version=2, cut_off=0.0)
-    result = play(
-        "debate",
-        policy,
-        groups=2,
-        members=2,
-        players={"m": judge},
-        renderers={"m": get_renderer("plain", TOKENIZER)},
-        judge="m",
-    )
+    form = {"players": {"m": judge}, "renderers": {"m": get_renderer("plain", TOKENIZER)}}
+    result = play("debate", policy, groups=2, members=2, judge="m", **form)
     for tag, item, match in seats_of(result):
         first, second = match[0]["text"], match[1]["text"]
         read = TOKENIZER.decode(item.transitions[0].ob.to_ints())
@@ -248,19 +185,12 @@ def test_all_seats_of_all_episodes_are_sampled_together():
     turn it is in each.
     """
     policy, pool = (MadeUp(TOKENIZER, choose_free_cell, version=v, cut_off=0.0) for v in (1, 2))
-    result = play("tic_tac_toe", policy, groups=10, members=4, opponent="policy")
+    form = {"groups": 10, "members": 4, "players": {"pool": pool}}
+    result = play("tic_tac_toe", policy, opponent="policy", **form)
     longest = max(len(match) for _, _, match in seats_of(result))
     assert len(policy.calls) == longest <= 9
     policy.calls.clear()
-    result = play(
-        "tic_tac_toe",
-        policy,
-        groups=10,
-        members=4,
-        players={"pool": pool},
-        opponent="pool",
-        plays="either",
-    )
+    result = play("tic_tac_toe", policy, opponent="pool", plays="either", **form)
     longest = max(len(match) for _, _, match in seats_of(result))
     assert max(len(policy.calls), len(pool.calls)) <= longest
 
@@ -278,52 +208,41 @@ def test_a_limit_of_turns_cuts_every_seat_short():
 def test_ends_of_guess_number(guess, correct):
     policy = MadeUp(TOKENIZER, lambda prompt, draw: guess, version=1, cut_off=0.0)
     result = play("guess_number", policy, groups=16, members=1, high=8)
-    ends = [item.transitions[-1] for group in result.groups for item in group.trajectories_G]
-    assert {end.metrics["correct"] for end in ends} == {end.reward for end in ends} == correct
-    for group in result.groups:
-        (item,) = group.trajectories_G
-        assert (
-            len(item.transitions)
-            == item.transitions[-1].metrics["guesses"]
-            == (1 if item.transitions[-1].reward else 4)
-        )
-        assert item.transitions[-1].metrics["malformed"] == float(guess == "no idea")
+    turns = [item.transitions for group in result.groups for item in group.trajectories_G]
+    assert {item[-1].reward for item in turns} == correct and len(turns) == 16
+    for item in turns:
+        metrics, reward = item[-1].metrics, item[-1].reward
+        assert metrics["correct"] == reward and metrics["malformed"] == float(guess == "no idea")
+        assert len(item) == metrics["guesses"] == (1 if reward else 4)
 
 
-@pytest.mark.parametrize(
-    ("name", "player", "settings", "moves"),
-    [
-        ("guess_number", "halving", {"high": 16}, {1, 2, 3, 4, 5}),
-        ("guess_number", "any_number", {"high": 4, "guesses": 50}, None),
-        ("twenty_questions", "splitting", {"questions": 5}, {5}),
-        ("tic_tac_toe", "perfect", {"opponent": "random"}, None),
-        ("tic_tac_toe", "perfect", {"opponent": "policy"}, {9}),
-        ("debate", "points", {}, {2}),
-    ],
-)
+@pytest.mark.parametrize(("name", "player", "settings", "moves"), [
+    ("guess_number", "halving", {"high": 16}, {1, 2, 3, 4, 5}),
+    ("guess_number", "any_number", {"high": 4, "guesses": 50}, None),
+    ("twenty_questions", "splitting", {"questions": 5}, {5}),
+    ("tic_tac_toe", "perfect", {"opponent": "random"}, None),
+    ("tic_tac_toe", "perfect", {"opponent": "policy"}, {9}),
+    ("debate", "points", {}, {2}),
+])  # fmt: skip
 def test_rules_play_the_policys_part_and_win(name, player, settings, moves):
     """The demonstrations are the conversations that the policy would have had, complete for each
     seat.
     """
     spec = resolve_environment(example_address(name), **settings)
-    rows = [row["messages"] for row in generate_demonstrations(spec, player, 30)]
+    rows, again, others = (
+        [row["messages"] for row in generate_demonstrations(spec, player, 30, seed)]
+        for seed in (0, 0, 1)
+    )
+    assert rows == again != others
     for row in rows:
         assert [message["role"] for message in row] == ["user", "assistant"] * (len(row) // 2)
-    assert (
-        rows
-        == [row["messages"] for row in generate_demonstrations(spec, player, 30)]
-        != [row["messages"] for row in generate_demonstrations(spec, player, 30, seed=1)]
-    )
     seats = 2 if settings.get("opponent") == "policy" or name == "debate" else 1
     assert len(rows) == 30 * seats
     renderer = get_renderer("plain", TOKENIZER)
     for row in rows[:20]:
         renderer.build_supervised_example(row)
-    if moves is not None:
-        assert {
-            sum(len(row) // 2 for row in rows[game : game + seats])
-            for game in range(0, len(rows), seats)
-        } <= moves
+    games = [rows[start : start + seats] for start in range(0, len(rows), seats)]
+    assert moves is None or {sum(len(row) // 2 for row in game) for game in games} <= moves
 
 
 def test_what_is_asked_for_wrongly_is_named():

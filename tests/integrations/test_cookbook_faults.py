@@ -70,15 +70,21 @@ async def simulate_fault(what):
     return what
 
 
+def play(*groups):
+    """Play groups against a policy that always answers "a"."""
+    sampler = MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0)
+    return rollout(groups, sampler, SamplingParams(max_tokens=4), seed=0)
+
+
 FAULTS = {  # (group, expected errors, rewards of the remaining episodes)
     "made: raises": (Group(made="raise"), ["raised OSError: no luck"], None),
     "made: exits": (Group(made="exit"), ["SystemExit: 3"], None),
-    "made: hangs": (Group(made="hang"), ["not done within its 1 s"], None),
+    "made: hangs": (Group(made="hang"), ["not done within its 0.5 s"], None),
     "made: nothing": (Group(made=[]), ["has no environments"], None),
     "made: a number": (Group(made=3), ["an invalid environment"], None),
     "made: no environments": (Group(made=[1, 2]), ["an invalid environment"], None),
     "compared: raises": (Group(compared="raise"), ["raised OSError: no luck"] * 2, None),
-    "compared: hangs": (Group(compared="hang"), ["not done within its 1 s"] * 2, None),
+    "compared: hangs": (Group(compared="hang"), ["not done within its 0.5 s"] * 2, None),
     "compared: too few": (Group(compared=[(1.0, {})]), ["1 rewards for 2 episodes"] * 2, None),
     "compared: numbers alone": (Group(compared=[1.0, 2.0]), ["cannot be read"] * 2, None),
     "compared: no number": (
@@ -100,15 +106,10 @@ FAULTS = {  # (group, expected errors, rewards of the remaining episodes)
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_breaks_costs_its_episode_or_its_group(name):
     broken, text, remaining = FAULTS[name]
-    groups = [
-        TinkerGroup(first, i, seconds=1.0) for i, first in enumerate([Group(), broken, Group()])
-    ]
-    result = rollout(
-        groups, MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0), SamplingParams(max_tokens=4), seed=0
-    )
-    assert {group.problem_index: group.get_total_rewards() for group in result.groups} == {
-        0: [1.5, 1.5], 2: [1.5, 1.5], **({1: remaining} if remaining else {})
-    }  # fmt: skip
+    groups = [Group(), broken, Group()]
+    result = play(*(TinkerGroup(group, i, seconds=0.5) for i, group in enumerate(groups)))
+    rewards = {group.problem_index: group.get_total_rewards() for group in result.groups}
+    assert rewards == {0: [1.5, 1.5], 2: [1.5, 1.5], **({1: remaining} if remaining else {})}
     assert len(result.errors) == len(text)
     for error, expected in zip(result.errors, text, strict=True):
         assert expected in error and ("group 1" in error or "One" in error), error
@@ -136,13 +137,9 @@ def test_an_episode_too_long_to_begin_is_not_compared(long):
         async def cleanup(self):
             seen.append("clean")
 
-    sampler = MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0)
-    result = rollout(
-        [TinkerGroup(Mixed(), 0, seconds=5.0)], sampler, SamplingParams(max_tokens=4), seed=0
-    )
-    assert len(result.errors) == long and all(
-        "exceed the model's context of 2000" in error for error in result.errors
-    )
+    result = play(TinkerGroup(Mixed(), 0, seconds=5.0))
+    assert len(result.errors) == long
+    assert all("exceed the model's context of 2000" in error for error in result.errors)
     assert [group.get_total_rewards() for group in result.groups] == ([[1.5]] if long == 1 else [])
     assert seen == ([True, "clean"] if long == 1 else ["clean"])
 
@@ -172,22 +169,12 @@ def builders(row, group_size, renderer):
 def test_a_builder_that_cannot_be_made_costs_its_group(tmp_path):
     (tmp_path / "mine.py").write_text(BUILDERS)
     cookbook = Tinker(f"{tmp_path / 'mine.py'}:builders", call_seconds=1.0)
-    groups = [
-        cookbook.make_token_level_group(
-            Problem((), {"index": i, "split": "train"}, index=i),
-            2,
-            RENDERER,
-            limits=EpisodeLimits(seconds=1.0),
-            system_prompt=None,
-        )
-        for i in range(7)
-    ]
-    result = rollout(
-        groups, MadeUp(TOKENIZER, lambda *_: "a", cut_off=0.0), SamplingParams(max_tokens=4), seed=0
-    )
-    assert {group.problem_index: group.get_total_rewards() for group in result.groups} == {
-        i: [1.5, 1.5] for i in (0, 5, 6)
-    }
+    limits = {"limits": EpisodeLimits(seconds=1.0), "system_prompt": None}
+    problems = [Problem((), {"index": i, "split": "train"}, index=i) for i in range(7)]
+    make_group = cookbook.make_token_level_group
+    result = play(*(make_group(problem, 2, RENDERER, **limits) for problem in problems))
+    rewards = {group.problem_index: group.get_total_rewards() for group in result.groups}
+    assert rewards == {i: [1.5, 1.5] for i in (0, 5, 6)}
     text = [
         "raised KeyError: 'no such task'",
         "was not done within its 1 s",
@@ -225,25 +212,16 @@ class FailingEnv(One):
 def test_a_failure_of_the_run_that_is_repeated_is_left_out_of_the_comparison(tmp_path):
     log, results = [], []
     with ServiceClient(output_dir=tmp_path) as service:
-        sampler = service.create_full_training_client(
-            "tiny:ascii-small", seed=1
-        ).save_weights_and_get_sampling_client()
+        client = service.create_full_training_client("tiny:ascii-small", seed=1)
+        sampler = client.save_weights_and_get_sampling_client()
+        form = {"schedule": RolloutSchedule(make_stream=SampleStream), "seed": 3}
         for fails in (True, False):
-            group, clock = (
-                RecordingGroupBuilder(fails),
-                EventLog(log.append) if fails else ReplayedEventLog(log),
-            )
+            group = RecordingGroupBuilder(fails)
+            clock = EventLog(log.append) if fails else ReplayedEventLog(log)
             params = SamplingParams(max_tokens=2)
-            rollouts = rollout(
-                [TinkerGroup(group)],
-                sampler,
-                params,
-                schedule=RolloutSchedule(make_stream=SampleStream),
-                seed=3,
-                event_log=clock,
-            )
-            results.append(([len(item.trajectories_G) for item in rollouts.groups], rollouts.errors,
-                          group.compares, group.cleans))  # fmt: skip
+            result = rollout([TinkerGroup(group)], sampler, params, event_log=clock, **form)
+            counts = [len(item.trajectories_G) for item in result.groups]
+            results.append((counts, result.errors, group.compares, group.cleans))
     assert results[0] == results[1] and results[0][0] == [1] and results[0][2:] == ([(1, 1)], 1)
 
 

@@ -166,9 +166,8 @@ def test_an_attribute_is_the_reward_where_there_is_no_method(file, play_episode,
     result = play_episode(resolve_environment(f"{file}:Counter"), answers, process=process)
     assert not result.errors
     (episode,) = result.groups[0].trajectories_G
-    assert [m["content"] for turn in episode.transitions[1:] for m in turn.logs["new_messages"]] == [
-        "2", "8", "3",
-    ]  # fmt: skip
+    messages = [m["content"] for turn in episode.transitions for m in turn.logs["new_messages"]]
+    assert messages == ["Hello. Go.", "2", "8", "3"]
     assert result.groups[0].get_total_rewards() == [3.0]
 
 
@@ -232,11 +231,12 @@ def test_an_object_that_brings_its_own_episodes_needs_no_data_set(file, tmp_path
     assert row["env/all/reward/max"] > row["env/all/reward/min"]
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "reward"),
-    [("made", {}, 0.25), ("made", {"size": 0.75}, 0.75), ("halved", {}, 0.5)],
-)
-@pytest.mark.parametrize("process", [False, True])
+@pytest.mark.parametrize(("name", "settings", "reward", "process"), [
+    ("made", {}, 0.25, False),
+    ("made", {"size": 0.75}, 0.75, True),
+    ("halved", {}, 0.5, False),
+    ("halved", {}, 0.5, True),
+])  # fmt: skip
 def test_a_factory_may_be_a_function(file, name, settings, reward, process):
     """Its arguments become settings. Its objects may bring their episodes, as those of
     a class may.

@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+import json
 import random
 import re
 import subprocess
@@ -9,11 +10,13 @@ import sys
 import threading
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from test_reward_endings import wait_until
 from wrapper_scripted import ScriptedSampler, play_environment
 from wrapper_scripted import renderer as make_renderer
 
@@ -42,19 +45,6 @@ def package(monkeypatch):
         return module
 
     return install
-
-
-@pytest.mark.parametrize(("name", "settings", "module"), [
-    ("reasoning_gym", {}, "reasoning_gym"),
-    ("textarena", {}, "textarena"),
-    ("skyrl_gym", {}, "skyrl_gym"),
-    ("openenv", {"url": "http://x"}, "openenv.core.generic_client"),
-])  # fmt: skip
-def test_a_package_that_is_not_there_names_its_extra(name, settings, module, monkeypatch):
-    monkeypatch.setitem(sys.modules, module.split(".")[0], None)
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=rf'pip install -e "\.\[{name.replace("_", "-")}\]"'):
-        resolve_environment(name, **settings).make()
 
 
 # ------------------------------------------------------------------------------------ reasoning-gym
@@ -114,9 +104,9 @@ def test_a_generated_task_pays_right_answers_and_its_levels_grow(fake_gym, rende
     assert [row["level"] for row in rows] == [0, 1, 2] * 3
     result = play_environment(spec, add_operands, rows=rows)
     assert [item.get_total_rewards() for item in result.groups] == [[1.0]] * 9
-    wrong = play_environment(spec, lambda prompt: "-1", rows=rows[:1])
-    assert wrong.groups[0].get_total_rewards() == [0.01]
-    assert wrong.groups[0].trajectories_G[0].transitions[-1].metrics["correct"] == 0.0
+    (wrong,) = play_environment(spec, lambda prompt: "-1", rows=rows[:1]).groups
+    assert wrong.get_total_rewards() == [0.01]
+    assert wrong.trajectories_G[0].transitions[-1].metrics["correct"] == 0.0
 
     def request(row):
         made = spec.make()
@@ -124,9 +114,8 @@ def test_a_generated_task_pays_right_answers_and_its_levels_grow(fake_gym, rende
         return made.start()
 
     assert [len(request(row)) <= 2 * (row["level"] + 1) + 2 for row in rows] == [True] * 9
-    assert not {request(row) for row in rows[2::3]} & {
-        request(row) for row in spec.make().rows("test", 9)[2::3]
-    }
+    tests = spec.make().rows("test", 9)
+    assert not set(map(request, rows[2::3])) & set(map(request, tests[2::3]))
 
 
 def test_each_task_gets_each_level(fake_gym):
@@ -147,13 +136,10 @@ def test_an_answer_in_tags_is_taken_out_of_them(fake_gym):
     made = resolve_environment("reasoning_gym", task="sums", suffix="Say the number.").make()
     made.row = {"index": 0}
     assert made.start().endswith("=\nSay the number.")
-    turn = made.step(
-        {
-            "role": "assistant",
-            "content": f"<answer>0</answer> no, <answer> {made.entry['answer']} </answer>.",
-        }
-    )
-    assert turn.reward == 1.0 and turn.done and turn.logs == {"answer": made.entry["answer"]}
+    answer = made.entry["answer"]
+    text = f"<answer>0</answer> no, <answer> {answer} </answer>."
+    turn = made.step({"role": "assistant", "content": text})
+    assert turn.reward == 1.0 and turn.done and turn.logs == {"answer": answer}
 
 
 # ---------------------------------------------------------------------------------------- textarena
@@ -174,13 +160,8 @@ class NimEnv:
         time.sleep(0.002)
         self.sticks = rng.randint(5, self.most) + rng.randint(0, 1)
         self.player, self.rewards, self.invalid = 0, None, False
-        self.seen = {
-            p: [
-                (-1, f"You are {p}.", Kind.PROMPT),
-                (-1, f"{self.sticks} sticks.", Kind.GAME_MESSAGE),
-            ]
-            for p in (0, 1)
-        }
+        count = (-1, f"{self.sticks} sticks.", Kind.GAME_MESSAGE)
+        self.seen = {p: [(-1, f"You are {p}.", Kind.PROMPT), count] for p in (0, 1)}
 
     def get_observation(self):
         seen, self.seen[self.player] = self.seen[self.player], []
@@ -201,9 +182,8 @@ class NimEnv:
         return False, {}
 
     def close(self):
-        return self.rewards, {
-            p: {"invalid_move": self.invalid and p == self.player, "turn_count": 3} for p in (0, 1)
-        }
+        invalid = [self.invalid and p == self.player for p in (0, 1)]
+        return self.rewards, {p: {"invalid_move": invalid[p], "turn_count": 3} for p in (0, 1)}
 
 
 @pytest.fixture
@@ -225,12 +205,11 @@ def choose_best_move(prompt):
 
 
 def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(fake_textarena, renderer):
-    result = play_environment(
-        resolve_environment("textarena", game="Nim-v0"), choose_best_move, rows=[{}] * 4
-    )
+    spec = resolve_environment("textarena", game="Nim-v0")
+    result = play_environment(spec, choose_best_move, rows=[{}] * 4)
     assert set(fake_textarena.made) == {"Nim-v0-raw"} and not result.errors
-    assert len(result.groups) == 8
-    assert sorted(sum((g.get_total_rewards() for g in result.groups), [])) == [-1.0] * 4 + [1.0] * 4
+    rewards = [reward for group in result.groups for reward in group.get_total_rewards()]
+    assert len(result.groups) == 8 and sorted(rewards) == [-1.0] * 4 + [1.0] * 4
     for group in result.groups:
         turns = group.trajectories_G[0].transitions
         seat = turns[0].seat
@@ -242,25 +221,20 @@ def test_self_play_has_a_trajectory_for_each_seat_which_sees_its_own_side(fake_t
 def test_a_random_player_moves_by_itself_and_a_game_is_a_function_of_its_seed(
     fake_textarena, renderer
 ):
-    spec = resolve_environment(
-        "textarena", game="Nim-v0", others="random", moves="1 2 3", rules=False
-    )
+    others = {"others": "random", "moves": "1 2 3"}
+    spec = resolve_environment("textarena", game="Nim-v0", rules=False, **others)
     first, again = (
         play_environment(spec, choose_best_move, rows=[{}] * 6, group=4) for _ in range(2)
     )
-    assert len(first.groups) == 6 and all(len(g.trajectories_G) == 4 for g in first.groups)
+    assert [len(group.trajectories_G) for group in first.groups] == [4] * 6
 
     def tokens(result):
-        return [
-            [t.ob.to_ints() for t in trajectory.transitions]
-            for g in result.groups
-            for trajectory in g.trajectories_G
-        ]
+        episodes = [episode for group in result.groups for episode in group.trajectories_G]
+        return [[t.ob.to_ints() for t in episode.transitions] for episode in episodes]
 
     assert tokens(first) == tokens(again)
-    assert (
-        sum(sum(g.get_total_rewards()) for g in first.groups) > 6
-    )  # a player with the best strategy wins most games
+    # a player with the best strategy wins most games
+    assert sum(sum(g.get_total_rewards()) for g in first.groups) > 6
     text = renderer.tokenizer.decode(first.groups[0].trajectories_G[1].transitions[0].ob.to_ints())
     assert "You are" not in text and "Player 0:" in text  # the second member has the second seat
 
@@ -273,9 +247,8 @@ def test_the_global_generator_is_left_alone(fake_textarena, renderer):
 
 
 def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(fake_textarena, renderer):
-    made = resolve_environment(
-        "textarena", game="Nim-v0", brackets=True, config='{"most": 5}'
-    ).make()
+    settings = {"brackets": True, "config": '{"most": 5}'}
+    made = resolve_environment("textarena", game="Nim-v0", **settings).make()
     made.seed = 1
     turn = made.start()
     assert "sticks" in turn.messages and made.seats == (None, None)
@@ -285,16 +258,11 @@ def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(fake_text
 
 
 @pytest.mark.parametrize(
-    ("wins_only", "won", "last", "reference", "other"),
-    [
-        (False, 1, "1", 1.0, -0.9),
-        (True, 1, "1", 1.0, 0.0),
-        (False, 0, "0", -0.9, 1.0),  # no move: the opponent has won
-        (True, 0, "0", 0.0, 1.0),
-    ],
+    ("wins_only", "won", "reference", "other"),
+    [(False, 1, 1.0, -0.9), (True, 1, 1.0, 0.0), (False, 0, -0.9, 1.0), (True, 0, 0.0, 1.0)],
 )
 def test_wins_alone_are_paid_where_that_is_asked_for(
-    fake_textarena, monkeypatch, wins_only, won, last, reference, other
+    fake_textarena, monkeypatch, wins_only, won, reference, other
 ):
     """The game's reward also pays a loser that came close."""
     close = NimEnv.close
@@ -308,10 +276,10 @@ def test_wins_alone_are_paid_where_that_is_asked_for(
     made.seed = 1
     made.start()
     made.wrapped_env.sticks = 1
-    turn = made.step({"role": "assistant", "content": last})
-    assert (turn.reward, turn.metrics["won"], list(turn.rewards.values())) == (
-        reference, float(won), [other],
-    )  # fmt: skip
+    # "0" is no move: the opponent has won
+    turn = made.step({"role": "assistant", "content": str(won)})
+    assert (turn.reward, turn.metrics["won"]) == (reference, float(won))
+    assert list(turn.rewards.values()) == [other]
     assert sorted(turn.logs["rewards"].values()) == [-0.9, 1]
 
 
@@ -374,19 +342,15 @@ def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer
     spec = resolve_environment("skyrl_gym", env="thrice", config='{"limits": {"most": 3}}')
     assert spec.needs_rows
     row = {"messages": [{"role": "user", "content": "2*3?"}], "answer": "2"}
-    result = play_environment(
-        spec,
-        lambda prompt: prompt.count("No.") and prompt.rsplit("No. ", 1)[1][0] or "x",
-        rows=[row],
-    )
-    turns = result.groups[0].trajectories_G[0].transitions
+
+    def say(prompt):
+        return prompt.rsplit("No. ", 1)[1][0] if "No." in prompt else "x"
+
+    (group,) = play_environment(spec, say, rows=[row]).groups
+    turns = group.trajectories_G[0].transitions
     assert [t.reward for t in turns] == [-0.25, -0.25, 1.0]
     assert turns[-1].metrics["turns"] == 3.0 and "name" not in turns[-1].metrics
-    for _ in range(100):
-        if RetryEnv.closed:
-            break
-        time.sleep(0.02)
-    assert RetryEnv.closed == 1
+    assert wait_until(lambda: RetryEnv.closed == 1, 2)
     with pytest.raises(UserError, match="did you mean thrice"):
         resolve_environment("skyrl_gym", env="thrise").make()
 
@@ -420,10 +384,8 @@ class Client:
         if action.get("message") == "hang":
             await asyncio.sleep(1000)
         self.count += 1
-        right = action["message"] == str(self.count)
-        return SimpleNamespace(
-            observation={"text": f"Say {self.count + 1}"}, reward=float(right), done=self.count == 2
-        )
+        right, observation = action["message"] == str(self.count), {"text": f"Say {self.count + 1}"}
+        return SimpleNamespace(observation=observation, reward=float(right), done=self.count == 2)
 
 
 @pytest.fixture
@@ -434,17 +396,15 @@ def fake_openenv(package):
     return package("openenv.core.generic_client", GenericEnvClient=Client)
 
 
+def say_number(prompt):
+    return prompt.rsplit("Say ", 1)[1][0]
+
+
 def test_episodes_on_a_server(fake_openenv, renderer):
     spec = resolve_environment("openenv", url="http://x", wait_seconds=300.0)
-    result = play_environment(
-        spec, lambda prompt: prompt.rsplit("Say ", 1)[1][0], rows=[{}] * 2, group=2
-    )
+    result = play_environment(spec, say_number, rows=[{}] * 2, group=2)
     assert [item.get_total_rewards() for item in result.groups] == [[2.0, 2.0]] * 2
-    for _ in range(200):
-        if Client.remaining == 4:
-            break
-        time.sleep(0.02)
-    assert Client.remaining == 4
+    assert wait_until(lambda: Client.remaining == 4, 4)
     assert min(Client.limits) > 300.0
     with pytest.raises(UserError, match="has a URL"):
         resolve_environment("openenv", url="localhost").make()
@@ -463,19 +423,10 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
         await asyncio.sleep(0.3)
         return n * 10
 
-    session = ClientSession(lambda: Client("x"), 5.0)
-    results, begin = {}, time.monotonic()
-    threads = [
-        threading.Thread(
-            target=lambda n=n: results.__setitem__(n, session.call(lambda c: slow(c, n)))
-        )
-        for n in range(20)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {n: n * 10 for n in range(20)} and time.monotonic() - begin < 4
+    session, begin = ClientSession(lambda: Client("x"), 5.0), time.monotonic()
+    with ThreadPoolExecutor(20) as pool:
+        results = pool.map(lambda n: session.call(lambda client: slow(client, n)), range(20))
+    assert list(results) == [n * 10 for n in range(20)] and time.monotonic() - begin < 4
     with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
         session.call(lambda c: asyncio.sleep(10), 0.05)
     session.close()
@@ -532,22 +483,15 @@ class McpClient(Client):
 
     async def list_tools(self, cursor=None):
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-        tools = [
-            SimpleNamespace(name=name, description=f"{name} it", input_schema=schema)
-            for name in ("double", "fail")
-        ]
-        return SimpleNamespace(
-            tools=tools[:1] if cursor is None else tools[1:],
-            next_cursor="more" if cursor is None else None,
-        )
+        name, after = ("double", "more") if cursor is None else ("fail", None)
+        item = SimpleNamespace(name=name, description=f"{name} it", input_schema=schema)
+        return SimpleNamespace(tools=[item], next_cursor=after)
 
     async def call_tool(self, name, arguments):
         if name == "fail":
             return SimpleNamespace(content=[SimpleNamespace(text="no luck")], is_error=True)
-        return SimpleNamespace(
-            content=[SimpleNamespace(text=str(2 * arguments["a"])), SimpleNamespace(type="image")],
-            is_error=False,
-        )
+        content = [SimpleNamespace(text=str(2 * arguments["a"])), SimpleNamespace(type="image")]
+        return SimpleNamespace(content=content, is_error=False)
 
 
 def test_the_tools_of_a_server_are_a_models_tools(package):
@@ -654,30 +598,20 @@ def test_the_cookbooks_groups_are_played_token_by_token(renderer):
         Builder(count, old), Builder(count, breaks, count), Builder(hangs, count),
         Builder(overflows, count), Builder(breaks),
     ]  # fmt: skip
-    groups = [TinkerGroup(item, i, seconds=1.5) for i, item in enumerate(builders)]
-    result = rollout(
-        groups,
-        ScriptedSampler(renderer, lambda p: p.rsplit("Say ", 1)[1][0]),
-        SamplingParams(max_tokens=8),
-        seed=0,
-    )
-    assert [g.get_total_rewards() for g in result.groups] == [
-        [2.0, 12.0],
-        [2.0, 12.0],
-        [2.0],
-        [2.0],
-    ]
+    groups = [TinkerGroup(item, i, seconds=1.0) for i, item in enumerate(builders)]
+    sampler = ScriptedSampler(renderer, say_number)
+    result = rollout(groups, sampler, SamplingParams(max_tokens=8), seed=0)
+    rewards = [group.get_total_rewards() for group in result.groups]
+    assert rewards == [[2.0, 12.0], [2.0, 12.0], [2.0], [2.0]]
     assert [item.compared for item in builders] == [
         [(2, ["Count", "LegacyEnv"])], [(2, ["Count", "Count"])], [(1, ["Count"])], [(1, ["Count"])], []
     ]  # fmt: skip
     assert [item.cleaned for item in builders] == [1] * 5
     assert builders[0].stop_reasons == {"stop"}
     assert len(result.errors) == 4
-    assert "no luck" in result.errors[0]
-    assert "within its 1.5 s" in result.errors[1]
-    assert all(
-        type(action) is list and all(type(token) is int for token in action) for action, _ in seen
-    )
+    assert "no luck" in result.errors[0] and "within its 1 s" in result.errors[1]
+    assert {type(action) for action, _ in seen} == {list}
+    assert {type(token) for action, _ in seen for token in action} == {int}
     assert {None if extra is None else extra["stop_reason"] for _, extra in seen} == {None, "stop"}
     assert result.groups[0].tag == "count"
     assert result.groups[0].trajectories_G[0].transitions[-1].truncated
@@ -719,7 +653,7 @@ def test_the_cookbooks_groups_keep_the_limits_of_the_run(renderer, package):
     group = spec.make_token_level_group(
         Problem((), {}), 4, renderer, limits=limits, system_prompt=None
     )
-    sampler = ScriptedSampler(renderer, lambda p: p.rsplit("Say ", 1)[1][0])
+    sampler = ScriptedSampler(renderer, say_number)
     result = rollout([group], sampler, SamplingParams(max_tokens=8), seed=0)
     turns = [episode.transitions for episode in result.groups[0].trajectories_G]
     assert [len(item) for item in turns] == [2, 3, 3] and turns[2][-1].truncated
@@ -738,33 +672,48 @@ def test_a_required_setting_is_named_by_its_flag():
             parse_environment(name, [])
 
 
-@pytest.mark.parametrize("code", [
-    "resolve_environment('endpoint', program='true')", "McpServer('http://localhost:1')",
-    "resolve_environment('openenv', url='http://localhost:1').make()",
-    "resolve_environment('reasoning_gym', task='spell_backward').make()",
-    "resolve_environment('skyrl_gym', env='gsm8k').make()",
-    "resolve_environment('textarena', game='SpellingBee-v0').make()",
-])  # fmt: skip
-def test_a_missing_package_is_named_with_an_extra_that_installs_it(code):
-    """Runs in a process without any of these packages."""
-    hidden = ["starlette", "uvicorn", "mcp", "openenv", "reasoning_gym", "skyrl_gym", "textarena"]
+# code that needs a package -> the extra that installs it
+EXTRA_OF = {
+    "resolve_environment('endpoint', program='true')": "serve",
+    "McpServer('http://localhost:1')": "mcp",
+    "resolve_environment('openenv', url='http://localhost:1').make()": "openenv",
+    "resolve_environment('reasoning_gym', task='spell_backward').make()": "reasoning-gym",
+    "resolve_environment('skyrl_gym', env='gsm8k').make()": "skyrl-gym",
+    "resolve_environment('textarena', game='SpellingBee-v0').make()": "textarena",
+}
+
+
+@pytest.fixture(scope="module")
+def missing_package_errors():
+    """Return the error of each code of EXTRA_OF in a process without any of these packages."""
     code = f"""
-import sys
+import json, sys
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {hidden}:
+        if name.partition(".")[0] in "starlette uvicorn mcp openenv reasoning_gym skyrl_gym textarena".split():
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Hidden())
 from rl.envs import resolve_environment
 from rl.integrations.mcp_tools import McpServer
-{code}
+errors = {{}}
+for code in {list(EXTRA_OF)}:
+    try:
+        eval(code)
+    except Exception as error:
+        errors[code] = f"{{type(error).__name__}}: {{error}}"
+print(json.dumps(errors))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120
     )
-    last = done.stderr.strip().splitlines()[-1]
-    extras = re.findall(
-        r'needs the package .*: pip install -e "\.\[(\S+)\]" in the checkout$', last
-    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("code", EXTRA_OF)
+def test_a_missing_package_is_named_with_an_extra_that_installs_it(missing_package_errors, code):
+    extra, error = EXTRA_OF[code], missing_package_errors[code]
+    pattern = rf'UserError: .*needs the package .*: pip install -e "\.\[{extra}\]" in the checkout$'
+    assert re.fullmatch(pattern, error, re.DOTALL), error
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    assert len(extras) == 1 and extras[0] in project["optional-dependencies"], last
+    assert extra in project["optional-dependencies"]

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_reward_endings import wait_until
 
 from rl.processes import (
     ForkedCall,
@@ -127,26 +128,18 @@ def test_output_is_bounded_and_keeps_its_end(start):
     assert len(output) < 80_000 and b"bytes omitted" in output and b"the end" in output
 
 
-@pytest.mark.parametrize("options", ["exit", "signal", "missing"])
-def test_a_program_ends_with_its_exit_code_and_last_output(options):
-    command = {
-        "exit": [sys.executable, "-c", "print('one'); print('two'); raise SystemExit(5)"],
-        "signal": [sys.executable, "-c", "import os; os.kill(os.getpid(), 15)"],
-        "missing": ["/nowhere/program"],
-    }[options]
+MISSING = "FileNotFoundError: [Errno 2] No such file or directory"
+
+
+@pytest.mark.parametrize(("command", "code", "output"), [
+    ([sys.executable, "-c", "print('one'); print('two'); raise SystemExit(5)"], 5, "one\ntwo"),
+    ([sys.executable, "-c", "import os; os.kill(os.getpid(), 15)"], -15, ""),
+    (["/nowhere/program"], 127, MISSING),
+], ids=["exit", "signal", "missing"])  # fmt: skip
+def test_a_program_ends_with_its_exit_code_and_last_output(command, code, output):
     program = SupervisedProcess(command, {**os.environ})
-    deadline = time.monotonic() + 30
-    while program.read_output() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert program.stop() == {"exit": 5, "signal": -15, "missing": 127}[options]
-    assert (
-        program.last_output
-        == {
-            "exit": "one\ntwo",
-            "signal": "",
-            "missing": "FileNotFoundError: [Errno 2] No such file or directory",
-        }[options]
-    )
+    assert wait_until(lambda: not program.read_output(), 30)
+    assert program.stop() == code and program.last_output == output
 
 
 def test_a_process_that_still_runs_is_described_with_its_output(start):
@@ -202,10 +195,7 @@ def test_a_fork_of_a_killed_trainer_keeps_no_process_alive():
     try:
         reaper = int(trainer.stdout.readline())
         assert trainer.wait(30) == -9
-        deadline = time.monotonic() + 20
-        while Path(f"/proc/{reaper}").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not Path(f"/proc/{reaper}").exists()
+        assert wait_until(lambda: not Path(f"/proc/{reaper}").exists(), 20)
     finally:
         os.killpg(trainer.pid, 9)
         trainer.communicate()
@@ -216,16 +206,11 @@ def test_a_process_without_its_environment_ends_though_its_reaper_was_killed():
     output = bytearray()
     line = ["sh", "-c", "env -i sh -c 'echo $$; exec sleep 1000' & wait"]
     process = SupervisedProcess(line, dict(os.environ), output=output.extend)
-    deadline = time.monotonic() + 20
-    while b"\n" not in output and time.monotonic() < deadline:
-        process.read_output()
-        time.sleep(0.01)
+    assert wait_until(lambda: process.read_output() and b"\n" in output, 20)
     sleep = int(output)
     os.kill(process.pid, signal.SIGKILL)
     process.stop()
-    while sleep in find_running() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert sleep not in find_running()
+    assert wait_until(lambda: sleep not in find_running(), 20)
 
 
 def test_a_forked_call_returns_its_result_or_nothing():
@@ -235,26 +220,18 @@ def test_a_forked_call_returns_its_result_or_nothing():
     assert ForkedCall(lambda: b"%d" % os.getpid(), limit=1 << 10).wait() != b"%d" % os.getpid()
     before = set(find_descendants(os.getpid()))
     call = ForkedCall(lambda: os.system("sleep 1000 & sleep 1000") and b"", limit=1 << 10)
-    deadline = time.monotonic() + 20
-    while len(set(find_descendants(os.getpid())) - before) < 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert wait_until(lambda: len(set(find_descendants(os.getpid())) - before) >= 4, 20)
     call.kill()
     assert call.wait() == b""
-    while set(find_descendants(os.getpid())) - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not set(find_descendants(os.getpid())) - before
+    assert wait_until(lambda: not set(find_descendants(os.getpid())) - before, 20)
 
 
 def test_what_a_forked_call_started_ends_with_it():
     def start_sleep() -> bytes:
         return str(subprocess.Popen(["sleep", "1000"]).pid).encode()
 
-    call = ForkedCall(start_sleep, limit=1 << 10)
-    sleep = int(call.wait())
-    deadline = time.monotonic() + 20
-    while sleep in find_running() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert sleep not in find_running()
+    sleep = int(ForkedCall(start_sleep, limit=1 << 10).wait())
+    assert wait_until(lambda: sleep not in find_running(), 20)
 
 
 def find_running() -> set[int]:

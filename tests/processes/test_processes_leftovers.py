@@ -50,7 +50,8 @@ class Starts(Environment):
 """
 
 SCRIPT = """
-import sys, threading, time
+import signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
 sys.path[:0] = [{repo!r}, {here!r}]
 from rl.envs import isolate_environment, parse_environment
 from rl.envs.env_runner import EpisodeTask

@@ -59,6 +59,14 @@ def reward_file(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def rewards(reward_file):
+    """Return the functions of `reward_file`. They run in threads, which start faster."""
+    functions = runpy.run_path(str(reward_file))
+    names = [*BAD_REWARDS, "good", "slow"]
+    return {name: functions[name_function(name)] for name in names}
+
+
 def make_rows(count: int = 12, *, signed: bool = False, **columns) -> list[Problem]:
     """Return sums with two-digit answers; every second answer is negative if `signed`."""
     rows = []
@@ -75,13 +83,11 @@ def probe(reward, rows, **settings):
 
 
 @pytest.mark.parametrize("trick", BAD_REWARDS)
-def test_the_trick_that_a_bad_reward_pays_for_is_named(reward_file, trick):
+def test_the_trick_that_a_bad_reward_pays_for_is_named(rewards, trick):
     rows = make_rows(signed=trick == "the sign changed")
-    if trick == "the answer truncated":
-        settings = {"answer_format": "The answer is {answer}"}
-    else:
-        settings = {}
-    result = probe(f"{reward_file}:{name_function(trick)}", rows, **settings)
+    truncated = trick == "the answer truncated"
+    settings = {"answer_format": "The answer is {answer}"} if truncated else {}
+    result = probe(rewards[trick], rows, **settings)
     assert result.skipped is None and result.rows == 12
     expected = "an empty answer: the reward fails" if trick == "crashes" else f"{trick} pays"
     (warning,) = [text for text in result.warnings if text.startswith(expected)]
@@ -92,8 +98,8 @@ def test_the_trick_that_a_bad_reward_pays_for_is_named(reward_file, trick):
         assert "on 12 of 12 rows, such as '" in warning and "the right answer '" in warning
 
 
-def test_a_reward_that_compares_the_answer_is_not_accused(reward_file):
-    result = probe(f"{reward_file}:{name_function('good')}", make_rows(signed=True))
+def test_a_reward_that_compares_the_answer_is_not_accused(rewards):
+    result = probe(rewards["good"], make_rows(signed=True))
     assert result.warnings == () and result.notes == ()
     table = {row.name: row for row in result.results}
     assert table["the right answer"].mean == 1.0 and table["one number changed"].mean == 0.0
@@ -137,8 +143,8 @@ def test_a_constant_reward_and_unrecognised_answers_are_warned_about():
     assert result.warnings == () and result.form == "result = {answer}"
 
 
-def test_a_slow_reward_is_skipped(reward_file):
-    result = probe(f"{reward_file}:{name_function('slow')}", make_rows(), budget=0.2)
+def test_a_slow_reward_is_skipped(rewards):
+    result = probe(rewards["slow"], make_rows(), budget=0.2)
     assert "the reward is slow" in result.skipped and result.warnings == ()
 
 
@@ -160,7 +166,8 @@ def test_rewards_of_lists_and_of_episodes_are_asked_too(tmp_path):
     )
     for function in ("lists", "last_turn"):
         result = probe(f"{path}:{function}", make_rows())
-        assert any(text.startswith("all candidates listed pays") for text in result.warnings)
+        tricks = [text for text in result.warnings if text.startswith("all candidates listed pays")]
+        assert len(tricks) == 1, function
 
 
 GENERATED = {
@@ -197,39 +204,26 @@ def test_built_in_rewards_are_not_accused_on_generated_data(name):
 
 @pytest.mark.parametrize(
     ("reward", "rows"),
-    [("gsm8k", GSM8K_ROWS), ("math_correctness", MATH_ROWS)],
-    ids=["gsm8k", "math_correctness"],
-)
-def test_built_in_rewards_are_not_accused_on_mathematics(tmp_path, reward, rows):
+    [("gsm8k", GSM8K_ROWS), ("math_correctness", MATH_ROWS),
+     ("code_tests", MBPP_ROWS), ("code_output", OUTPUT_ROWS)],
+    ids=["gsm8k", "math_correctness", "code_tests", "code_output"],
+)  # fmt: skip
+def test_built_in_rewards_are_not_accused_on_rows_of_their_form(tmp_path, reward, rows):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = probe(reward, load_problems(str(path), split="train"))
-    assert result.warnings == () and result.results[0].mean == 1.0 and result.notes == ()
-
-
-@pytest.mark.parametrize(
-    ("reward", "rows"),
-    [("code_tests", MBPP_ROWS), ("code_output", OUTPUT_ROWS)],
-    ids=["code_tests", "code_output"],
-)
-def test_built_in_rewards_are_not_accused_on_programs(tmp_path, reward, rows):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = DataSettings(reward=reward)
-    result = probe(
-        resolve_stage_reward(settings), load_problems(str(path), split="train"), budget=60.0
-    )
+    problems = load_problems(str(path), split="train")
+    runs_programs = reward.startswith("code")
+    spec = resolve_stage_reward(DataSettings(reward=reward)) if runs_programs else reward
+    result = probe(spec, problems, budget=60.0)
     assert result.warnings == () and result.results[0].mean == 1.0
-    assert "a program that exits 0" in {row.name for row in result.results}
+    assert runs_programs or result.notes == ()
+    assert not runs_programs or "a program that exits 0" in {row.name for row in result.results}
 
 
-@pytest.mark.parametrize(
-    ("reward", "file", "data_format"),
-    [
-        ("gsm8k", "gsm8k/test.jsonl", "gsm8k"),
-        ("math_correctness", "math/math500_test.json", "math"),
-    ],
-)
+@pytest.mark.parametrize(("reward", "file", "data_format"), [
+    ("gsm8k", "gsm8k/test.jsonl", "gsm8k"),
+    ("math_correctness", "math/math500_test.json", "math"),
+])  # fmt: skip
 def test_built_in_rewards_are_not_accused_on_published_rows(shared_data, reward, file, data_format):
     rows = load_problems(str(shared_data / file), split="test", format=data_format)
     result = probe(reward, rows, budget=120.0)
@@ -237,39 +231,33 @@ def test_built_in_rewards_are_not_accused_on_published_rows(shared_data, reward,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "split", "data_format"),
-    [
-        ("mbpp/mbpp.jsonl", "train", "mbpp"),
-        ("mbpp/sanitized-mbpp.json", "train", "mbpp"),
-        ("humaneval/HumanEval.jsonl.gz", "test", "humaneval"),
-    ],
-)
+@pytest.mark.parametrize(("file", "split", "data_format"), [
+    ("mbpp/mbpp.jsonl", "train", "mbpp"),
+    ("mbpp/sanitized-mbpp.json", "train", "mbpp"),
+    ("humaneval/HumanEval.jsonl.gz", "test", "humaneval"),
+])  # fmt: skip
 def test_the_reward_of_programs_is_not_accused_on_published_rows(
     shared_data, file, split, data_format
 ):
     rows = load_problems(str(shared_data / file), split=split, format=data_format)
     reward = resolve_stage_reward(DataSettings(reward="code_tests"))
-    result = probe(reward, rows, budget=300.0)
-    assert result.rows == 50 and result.skipped is None
+    result = probe(reward, rows, budget=300.0, limit=20)
+    assert result.rows == 20 and result.skipped is None
     assert result.warnings == () and result.notes == ()
     by_name = {item.name: item for item in result.results}
     assert by_name["the right answer"].mean == 1.0
     # Neither an exit code nor the candidates of several tasks pass the tests.
     for trick in ("a program that exits 0", "another row's answer", "all candidates listed"):
-        assert by_name[trick].paid == 0 and by_name[trick].compared == 50
+        assert by_name[trick].paid == 0 and by_name[trick].compared == 20
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("keyword_contains", {"keywords": ["make", "together"]}),
-        ("format_compliance", {"patterns": [r"\\boxed"]}),
-        ("repetition", {}),
-        ("length_penalty", {"target_length": 50}),
-        ("script", {"script": "latin"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), [
+    ("keyword_contains", {"keywords": ["make", "together"]}),
+    ("format_compliance", {"patterns": [r"\\boxed"]}),
+    ("repetition", {}),
+    ("length_penalty", {"target_length": 50}),
+    ("script", {"script": "latin"}),
+])  # fmt: skip
 def test_built_in_rewards_of_form_are_noted_and_not_accused(name, settings):
     result = probe(resolve_reward(name, **settings), make_rows())
     assert result.warnings == () and result.rows == 12

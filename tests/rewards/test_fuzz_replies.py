@@ -51,61 +51,43 @@ def hostile_message(rng: random.Random) -> bytes:
     message valid, so the test judges by content.
     """
     good = json.dumps(GOOD).encode()
-    way = rng.randrange(11)
-    if way == 0:
-        return rng.randbytes(rng.randrange(1, 300))
-    if way == 1:
-        return header(
-            good,
-            length=rng.choice(
-                [2**63, 2**64 - 1, MAX_REPLY_BYTES + 1, rng.randrange(MAX_REPLY_BYTES + 1, 2**64)]
-            ),
-        )
-    if way == 2:
-        return header(good)[: rng.randrange(1, len(good) + 14)]
-    if way == 3:
-        return header(good, checksum=rng.randrange(2**32))
-    if way == 4:
-        return header(good, mark=rng.randbytes(2))
-    if way == 5:
+    numbers = ["NaN", "Infinity", "-Infinity", "1" * 6000, "-" + "9" * 400, "1e999"]
+    names = ["\ud800", "a\x1b[2J", "k" * 9000, "b"]
+
+    def damage() -> bytes:
         damaged = bytearray(good)
         for _ in range(rng.randrange(1, 4)):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         return encode_frame(bytes(damaged))
-    if way == 6:
+
+    def nest() -> bytes:
         depth = rng.choice([100, 10_000, 200_000])
-        return encode_frame(
-            rng.choice(
-                [
-                    b"[" * depth,
-                    b"[" * depth + b"]" * depth,
-                    b'{"item":' * depth + b"7" + b"}" * depth,
-                ]
-            )
-        )
-    if way == 7:
-        numbers = ["NaN", "Infinity", "-Infinity", "1" * 6000, "-" + "9" * 400, "1e999"]
-        text = rng.choice([*numbers, '"\\ud800"', "true", "null"])
-        return encode_frame(good.replace(b"0.5", text.encode()))
-    if way == 8:
-        return encode_frame(
-            json.dumps({**GOOD, rng.choice([*GOOD, "another"]): hostile_value(rng)}).encode()
-        )
-    if way == 9:
-        return encode_frame(
-            json.dumps(
-                {
-                    **GOOD,
-                    "metrics": {
-                        rng.choice(["\ud800", "a\x1b[2J", "k" * 9000, "b"]): hostile_value(rng)
-                    },
-                }
-            ).encode()
-        )
-    fields = dict(GOOD)
-    for name in rng.sample(sorted(GOOD), rng.randrange(1, 4)):
-        fields.pop(name)
-    return encode_frame(json.dumps(fields).encode())
+        opened, closed = rng.choice([(b"[", b""), (b"[", b"]"), (b'{"item":', b"}")])
+        return encode_frame(opened * depth + (b"7" if opened != b"[" else b"") + closed * depth)
+
+    def change(**fields) -> bytes:
+        return encode_frame(json.dumps({**GOOD, **fields}).encode())
+
+    def omit() -> bytes:
+        names = rng.sample(sorted(GOOD), rng.randrange(1, 4))
+        return encode_frame(json.dumps({k: GOOD[k] for k in GOOD if k not in names}).encode())
+
+    lengths = [2**63, 2**64 - 1, MAX_REPLY_BYTES + 1, rng.randrange(MAX_REPLY_BYTES + 1, 2**64)]
+    text = rng.choice([*numbers, '"\\ud800"', "true", "null"]).encode()
+    ways = [
+        lambda: rng.randbytes(rng.randrange(1, 300)),
+        lambda: header(good, length=rng.choice(lengths)),
+        lambda: header(good)[: rng.randrange(1, len(good) + 14)],
+        lambda: header(good, checksum=rng.randrange(2**32)),
+        lambda: header(good, mark=rng.randbytes(2)),
+        damage,
+        nest,
+        lambda: encode_frame(good.replace(b"0.5", text)),
+        lambda: change(**{rng.choice([*GOOD, "another"]): hostile_value(rng)}),
+        lambda: change(metrics={rng.choice(names): hostile_value(rng)}),
+        omit,
+    ]
+    return rng.choice(ways)()
 
 
 def in_pieces(rng: random.Random, data: bytes):
@@ -134,10 +116,8 @@ def check(item) -> str:
             frames.feed(piece)
             payload = payload or frames.next()
         if payload is None:
-            assert (
-                len(data) < 14
-                or len(data) < 14 + struct.unpack_from(">Q", data, 2)[0] <= 14 + MAX_REPLY_BYTES
-            )
+            length = struct.unpack_from(">Q", data, 2)[0] if len(data) >= 14 else 0
+            assert len(data) < 14 or len(data) < 14 + length <= 14 + MAX_REPLY_BYTES
             return NOT_ALL_THERE
         reply, sender = decode_reply(payload, 7, PID, NONCE)
     except InvalidReply as error:
@@ -150,12 +130,9 @@ def check(item) -> str:
     if reply.failure is None:
         assert type(reply.reward) is float and math.isfinite(reply.reward)
         assert reply.reward == float(fields["reward"])
-        assert all(
-            type(value) is float and len(name) < 400 for name, value in reply.metrics.items()
-        )
-        assert all(
-            name.encode("utf-8") is not None and "\x1b" not in name for name in reply.metrics
-        )
+        for name, value in reply.metrics.items():
+            assert type(value) is float and len(name) < 400
+            assert name.encode("utf-8") is not None and "\x1b" not in name
     else:
         assert reply.failure in ("error", "nan") and "\x1b" not in reply.error
         assert reply.error.encode("utf-8") is not None
@@ -166,10 +143,8 @@ def check(item) -> str:
 def test_the_reader_takes_what_is_right_and_names_what_is_not(seed):
     report = run_family(inputs, check, seed=seed, count=50)
     assert not report.faults
-    # most messages are hostile
-    assert (
-        report.outcomes[ACCEPTED] < 25 < report.outcomes[REFUSED] + report.outcomes[NOT_ALL_THERE]
-    )
+    refused = report.outcomes[REFUSED] + report.outcomes[NOT_ALL_THERE]
+    assert report.outcomes[ACCEPTED] < 25 < refused, "most messages are hostile"
 
 
 def test_replies_come_back_as_they_were_sent():
@@ -179,10 +154,8 @@ def test_replies_come_back_as_they_were_sent():
         Score(rng.uniform(-1e6, 1e6), {f"m{i}": rng.gauss(0, 1) for i in range(rng.randrange(4))})
         for _ in range(200)
     ]
-    sent += [
-        Score(None, {}, "raised ä and 中", "error"),
-        Score(5e-324, {"x": math.inf, "y": -math.inf}),
-    ]
+    sent.append(Score(None, {}, "raised ä and 中", "error"))
+    sent.append(Score(5e-324, {"x": math.inf, "y": -math.inf}))
     stream = b"".join(
         encode_frame(encode_reply(number, NONCE, reply)) for number, reply in enumerate(sent)
     )
@@ -218,27 +191,22 @@ def sends(prompt, response, meta=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_the_pool_fails_an_item_by_name_and_its_neighbours_are_right(
-    tmp_path, monkeypatch, caplog, seed
-):
+def test_the_pool_fails_an_item_by_name_and_its_neighbours_are_right(tmp_path, monkeypatch, caplog):
     (tmp_path / "sender.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    rng = random.Random(100 + seed)
+    rng = random.Random(100)
     items, hostile = [], set()
-    for i in range(60):
+    for i in range(40):
         meta = None
         if rng.random() < 0.3:
             hostile.add(i)
-            meta = {
-                "data": hostile_message(rng)[:100_000],
-                "then": rng.choice(["exit", "go on", "go on"]),
-            }
+            then = rng.choice(["exit", "go on", "go on"])
+            meta = {"data": hostile_message(rng)[:100_000], "then": then}
         items.append((f"ask {i}", str(i), meta))
     begin = time.monotonic()
-    with Scorer("sender:sends", timeout=3.0, workers=2) as scorer:
+    with Scorer("sender:sends", timeout=1.5, workers=2) as scorer:
         scores = scorer.score_many(items)
-    assert time.monotonic() - begin < 120 and len(hostile) > 10
+    assert time.monotonic() - begin < 120 and len(hostile) > 8
     for i, score in enumerate(scores):
         if i in hostile and score.reward is None:
             assert score.failure in ("error", "death", "timeout") and "sender:sends" in score.error

@@ -13,33 +13,37 @@ from bench.graders import compare, math500, math500_shuffled, qwen, reason
 from rl.rewards.math_reward import extract_boxed_answer, extract_marked_answer
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"$\boxed{\frac{1}{\sqrt{2}}}$", r"\frac{1}{\sqrt{2}}"),
-        (r"\boxed{\left\{1, \{2\}\right\}}", r"\left\{1, \{2\}\right\}"),
-        (
-            r"\boxed{\begin{pmatrix} 1 \\ \frac{2}{3} \end{pmatrix}}",
-            r"\begin{pmatrix} 1 \\ \frac{2}{3} \end{pmatrix}",
-        ),
-        (r"\fbox{4}", "4"),
-        (r"\boxed {5}", "5"),
-        (r"is $\boxed 5$.", "5"),
-        (r"is $\boxed5$.", "5"),
-        (r"\boxed{3} and $\boxed 7.$", "7"),
-        (r"$\boxed 7$, so \boxed{3}", "3"),
-        (r"\boxed{1} then \boxed {2", "1"),
-        (r"\boxed", None),
-        ("4", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    (r"$\boxed{\frac{1}{\sqrt{2}}}$", r"\frac{1}{\sqrt{2}}"),
+    (r"\boxed{\left\{1, \{2\}\right\}}", r"\left\{1, \{2\}\right\}"),
+    (r"\boxed{\begin{pmatrix} 1 \\ \frac{2}{3} \end{pmatrix}}",
+     r"\begin{pmatrix} 1 \\ \frac{2}{3} \end{pmatrix}"),
+    (r"\fbox{4}", "4"),
+    (r"\boxed {5}", "5"),
+    (r"is $\boxed 5$.", "5"),
+    (r"is $\boxed5$.", "5"),
+    (r"\boxed{3} and $\boxed 7.$", "7"),
+    (r"$\boxed 7$, so \boxed{3}", "3"),
+    (r"\boxed{1} then \boxed {2", "1"),
+    (r"} \boxed{3}", "3"),
+    (r"\boxed{}", None),
+    (r"\boxed", None),
+    ("4", None),
+])  # fmt: skip
 def test_boxes_as_math_writes_them(text: str, answer: str | None):
     assert extract_boxed_answer(text) == extract_marked_answer(text) == answer
 
 
-def test_a_rule_or_noise_of_hashes_is_no_mark():
-    assert extract_marked_answer("\\boxed{25}. ######\n rest") == "25"
-    assert extract_marked_answer("##### 5") is None and extract_marked_answer("#### 5") == "5"
+@pytest.mark.parametrize(("text", "answer"), [
+    ("#### 5\n\nbye", "5"),
+    (r"\boxed{1}" + "\n#### 2", "2"),
+    ("#### 2\n" + r"\boxed{1}", "1"),
+    ("####", None),
+    ("##### 5", None),
+    ("\\boxed{25}. ######\n rest", "25"),  # a rule
+])  # fmt: skip
+def test_the_last_mark_counts_and_a_rule_is_none(text: str, answer: str | None):
+    assert extract_marked_answer(text) == answer
 
 
 def test_every_box_of_maths_solutions_is_read(shared_data: Path):
@@ -47,22 +51,6 @@ def test_every_box_of_maths_solutions_is_read(shared_data: Path):
     assert [extract_boxed_answer(row["solution"]) for row in rows] == [
         row["answer"].strip() for row in rows
     ]
-
-
-def test_a_sample_of_published_grades(shared_data: Path):
-    """Grade every twentieth solution, and all solutions of the two problems with different grades."""
-    chosen = [
-        first
-        for i, first in enumerate(qwen(shared_data, "answer"))
-        if i % 20 == 0 or first.place.split()[0] in ("3", "72")
-    ]
-    graded, differ = compare("math_correctness", iter(chosen))
-    assert graded == 55 and [first.place for first, _ in differ] == [
-        *(f"3 sample {i}" for i in range(8)),
-        "72 sample 7",
-    ]
-    # Our grades are right: the published ones misread a unit and a thousands separator.
-    assert all(result and reason(first, result) for first, result in differ)
 
 
 @pytest.mark.slow

@@ -20,236 +20,98 @@ from rl.rewards.instruction_checks import (
     list_loose_variants,
 )
 
-# instruction -> (parameters, answers that follow it, answers that do not)
-Case = tuple[dict[str, Any], list[str], list[str]]
-CASES: dict[str, list[Case]] = {
-    "keywords:existence": [
-        (
-            {"keywords": ["lava", "deep sea"]},
-            ["Lava meets the Deep Sea.", "deep sea\nlava"],
-            ["Lava alone.", "deep\nsea and lava", "Lav a, deep sea"],
-        ),
-        # a keyword is plain text, not a regular expression
-        ({"keywords": ["c++", "a.b"]}, ["I like C++ and a.b"], ["ccc a.b", "c++ axb"]),
-    ],
-    "keywords:frequency": [
-        (
-            {"keyword": "tea", "frequency": 2, "relation": "at least"},
-            ["Tea? tea!", "teatea", "tea tea tea"],
-            ["tea", "te a tea", "t e a"],
-        ),
-        (
-            {"keyword": "tea", "frequency": 2, "relation": "less than"},
-            ["tea", "coffee"],
-            ["tea TEA", "steam and tea"],
-        ),
-    ],
-    "keywords:forbidden_words": [
-        (
-            {"forbidden_words": ["cat", "big dog"]},
-            ["A concatenation.", "cats and a dog that is big", "scat"],
-            ["The CAT.", "cat", "no\ncat-like", "a Big Dog!"],
-        )
-    ],
-    "keywords:letter_frequency": [
-        (
-            {"letter": "q", "let_frequency": 2, "let_relation": "at least"},
-            ["Q and q", "qq"],
-            ["q", "o o"],
-        ),
-        (
-            {"letter": "#", "let_frequency": 2, "let_relation": "less than"},
-            ["# one", "none"],
-            ["# and #", "##"],
-        ),
-    ],
-    "length_constraints:number_sentences": [
-        (
-            {"num_sentences": 3, "relation": "at least"},
-            [
-                "One. Two! Three?",
-                'He said: "Go." She went. They left.',
-                "A title\n\nA line without a stop\n\nAnother",
-            ],
-            [
-                "One. Two.",
-                "Dr. Smith paid 3.50 to Mr. J. Doe. He left.",
-                "Wait... what?!",
-                "1. first\n2. second",
-                "... ! ? .",
-            ],
-        ),
-        (
-            {"num_sentences": 2, "relation": "less than"},
-            ["One sentence, e.g. this one.", "No stop at all", "See example.com for 1.5 litres."],
-            ["One. Two.", "Is it I? It is I."],
-        ),
-    ],
-    "length_constraints:number_paragraphs": [
-        (
-            {"num_paragraphs": 2},
-            ["a\n***\nb", "***\na\n***\nb\n***", "a *** b"],
-            ["a\n\nb", "a", "a\n***\n***\nb", "a\n***\nb\n***\nc", "***"],
-        )
-    ],
-    "length_constraints:number_words": [
-        (
-            {"num_words": 3, "relation": "at least"},
-            ["one two three", "one-two three", "1 2 3 4"],
-            ["one two", "- - -", ""],
-        ),
-        ({"num_words": 3, "relation": "less than"}, ["one two"], ["one two three"]),
-    ],
-    "length_constraints:nth_paragraph_first_word": [
-        (
-            {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "weekend"},
-            ["a\n\nWeekend plans", 'a\n\n\n\n"Weekend" it is', "a b\n\n**Weekend:** c"],
-            [
-                "a\n\nWeekends",
-                "weekend\n\na",
-                "a\nweekend",
-                "a\n\nb\n\nweekend",
-                "a\n\nThe weekend",
-            ],
-        )
-    ],
-    "detectable_content:number_placeholders": [
-        (
-            {"num_placeholders": 2},
-            ["[name] lives in [city of birth]", "[a][b][c]"],
-            ["[name]", "[] []", "[ ] [x]", "[name\n] [city", "(name) (city)"],
-        )
-    ],
-    "detectable_content:postscript": [
-        (
-            {"postscript_marker": "P.S."},
-            ["Bye.\n\nP.S. I forgot.", "Bye. p. s. one more", "P.S I forgot"],
-            ["Bye.", "P.P.S. I forgot", "The GPS. is off", "PS I forgot"],
-        ),
-        (
-            {"postscript_marker": "P.P.S"},
-            ["P.P.S. again", "P.S. a\nP. P. S. b"],
-            ["P.S. once", "PPS", "P.P.\n\nS"],
-        ),
-        ({"postscript_marker": "Note:"}, ["note: this"], ["no note"]),
-    ],
-    "detectable_format:number_bullet_lists": [
-        (
-            {"num_bullets": 2},
-            ["* one\n* two", "- one\n  - two", "Intro\n*one\n- two\n---\nEnd"],
-            ["* one", "* one\n* two\n* three", "**bold**\n* one", "1. one\n2. two", "a * b\na - b"],
-        )
-    ],
-    "detectable_format:constrained_response": [
-        (
-            {},
-            ["My answer is yes.", "Well: My answer is maybe."],
-            ["My answer is yes", "my answer is no.", "Yes.", "My answer is perhaps."],
-        )
-    ],
-    "detectable_format:number_highlighted_sections": [
-        (
-            {"num_highlights": 2},
-            ["*a* and *b c*", "**a**\n*b*", "* item with *one* and **two**"],
-            ["*a*", "** ** * *", "*a\nb* c", "a * b", "****"],
-        )
-    ],
-    "detectable_format:multiple_sections": [
-        (
-            {"section_spliter": "Section", "num_sections": 2},
-            ["Section 1\na\nSection 2\nb", "Section1 Section2", "**Section 1** Section 12"],
-            [
-                "Section 1\na",
-                "Section A\nSection B",
-                "section 1 section 2",
-                "SubSection 1 Section 2",
-            ],
-        ),
-        # punctuation in a splitter is plain text
-        ({"section_spliter": "Part (", "num_sections": 1}, ["Part (1)"], ["Part 1"]),
-    ],
-    "detectable_format:json_format": [
-        (
-            {},
-            ['{"a": [1, null]}', '```json\n{"a": 1}\n```', "```\n[1]\n```", '"text"'],
-            [
-                '{"a": 1',
-                "{'a': 1}",
-                'Here: {"a": 1}',
-                '```json\n{"a": 1}\n``` done',
-                "```",
-                "[" * 9999,
-            ],
-        )
-    ],
-    "detectable_format:title": [
-        (
-            {},
-            ["<<poem of joy>>\nRoses", "text\n<<Is 1 < 2?>>", "<< a >>"],
-            ["<poem>", "<<>>", "<<  >>", "<<a\nb>>", "<< <> >>", "<<a>", "1 << 2"],
-        )
-    ],
-    "combination:two_responses": [
-        (
-            {},
-            ["a\n******\nb", "******\na\n******\nb", "a ****** b ******"],
-            ["a", "a\n***\nb", "a ****** a", "a ****** b ****** c", "******", "a ******"],
-        )
-    ],
-    "combination:repeat_prompt": [
-        (
-            {"prompt_to_repeat": "Write a poem."},
-            ["Write a poem.\nRoses", "  write A poem. Roses"],
-            ["Roses. Write a poem.", "Write a poem", "Sure! Write a poem. Roses"],
-        )
-    ],
-    "startend:end_checker": [
-        (
-            {"end_phrase": "Any questions?"},
-            ["Bye. Any questions?", 'Bye. "any QUESTIONS?"\n', "Any questions?"],
-            ["Any questions? No.", "Any questions", "questions?"],
-        )
-    ],
-    "startend:quotation": [
-        (
-            {},
-            ['"All of it."', '\n"a "b" c"\n'],
-            ['"Part" of it', '"', "'single'", "“curly”", 'All "of it"'],
-        )
-    ],
-    "change_case:capital_word_frequency": [
-        (
-            {"capital_frequency": 2, "capital_relation": "at least"},
-            ["STOP and GO", "I said NO", "WELL-KNOWN FACT"],
-            ["STOP it", "WELL-KNOWN thing", "Stop And Go", "1 2 3"],
-        ),
-        (
-            {"capital_frequency": 2, "capital_relation": "less than"},
-            ["ONE word", "none"],
-            ["DON'T DO it"],
-        ),
-    ],
-    "punctuation:no_comma": [
-        (
-            {},
-            ["No sign here.", "semi; colon: dot.", "Bras\u0326ov"],
-            ["a, b", ",", "一\uff0c二", "a\u060c b"],
-        )
-    ],
-    "language:response_language": [
-        ({"language": "de"}, ["Dies ist ein Satz."], ["This is a sentence.", "123", "..."])
-    ],
-    "change_case:english_capital": [
-        (
-            {},
-            ["THIS IS ALL LOUD. 123", "WE LIKE IT!"],
-            ["THIS IS almost LOUD", "123", "DIES IST EIN SATZ."],
-        )
-    ],
-    "change_case:english_lowercase": [
-        ({}, ["this is quiet. 123"], ["This is quiet", "123", "dies ist ein satz."])
-    ],
-}
+# (instruction, parameters, answers that follow it, answers that do not)
+CASES: list[Any] = [
+    ("keywords:existence", {"keywords": ["lava", "deep sea"]},
+     ["Lava meets the Deep Sea.", "deep sea\nlava"],
+     ["Lava alone.", "deep\nsea and lava", "Lav a, deep sea"]),
+    # a keyword is plain text, not a regular expression
+    ("keywords:existence", {"keywords": ["c++", "a.b"]}, ["I like C++ and a.b"],
+     ["ccc a.b", "c++ axb"]),
+    ("keywords:frequency", {"keyword": "tea", "frequency": 2, "relation": "at least"},
+     ["Tea? tea!", "teatea", "tea tea tea"], ["tea", "te a tea", "t e a"]),
+    ("keywords:frequency", {"keyword": "tea", "frequency": 2, "relation": "less than"},
+     ["tea", "coffee"], ["tea TEA", "steam and tea"]),
+    ("keywords:forbidden_words", {"forbidden_words": ["cat", "big dog"]},
+     ["A concatenation.", "cats and a dog that is big", "scat"],
+     ["The CAT.", "cat", "no\ncat-like", "a Big Dog!"]),
+    ("keywords:letter_frequency", {"letter": "q", "let_frequency": 2, "let_relation": "at least"},
+     ["Q and q", "qq"], ["q", "o o"]),
+    ("keywords:letter_frequency", {"letter": "#", "let_frequency": 2, "let_relation": "less than"},
+     ["# one", "none"], ["# and #", "##"]),
+    ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "at least"},
+     ["One. Two! Three?", 'He said: "Go." She went. They left.',
+      "A title\n\nA line without a stop\n\nAnother"],
+     ["One. Two.", "Dr. Smith paid 3.50 to Mr. J. Doe. He left.", "Wait... what?!",
+      "1. first\n2. second", "... ! ? ."]),
+    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"},
+     ["One sentence, e.g. this one.", "No stop at all", "See example.com for 1.5 litres."],
+     ["One. Two.", "Is it I? It is I."]),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2},
+     ["a\n***\nb", "***\na\n***\nb\n***", "a *** b"],
+     ["a\n\nb", "a", "a\n***\n***\nb", "a\n***\nb\n***\nc", "***"]),
+    ("length_constraints:number_words", {"num_words": 3, "relation": "at least"},
+     ["one two three", "one-two three", "1 2 3 4"], ["one two", "- - -", ""]),
+    ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, ["one two"],
+     ["one two three"]),
+    ("length_constraints:nth_paragraph_first_word",
+     {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "weekend"},
+     ["a\n\nWeekend plans", 'a\n\n\n\n"Weekend" it is', "a b\n\n**Weekend:** c"],
+     ["a\n\nWeekends", "weekend\n\na", "a\nweekend", "a\n\nb\n\nweekend", "a\n\nThe weekend"]),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2},
+     ["[name] lives in [city of birth]", "[a][b][c]"],
+     ["[name]", "[] []", "[ ] [x]", "[name\n] [city", "(name) (city)"]),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."},
+     ["Bye.\n\nP.S. I forgot.", "Bye. p. s. one more", "P.S I forgot"],
+     ["Bye.", "P.P.S. I forgot", "The GPS. is off", "PS I forgot"]),
+    ("detectable_content:postscript", {"postscript_marker": "P.P.S"},
+     ["P.P.S. again", "P.S. a\nP. P. S. b"], ["P.S. once", "PPS", "P.P.\n\nS"]),
+    ("detectable_content:postscript", {"postscript_marker": "Note:"}, ["note: this"], ["no note"]),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2},
+     ["* one\n* two", "- one\n  - two", "Intro\n*one\n- two\n---\nEnd"],
+     ["* one", "* one\n* two\n* three", "**bold**\n* one", "1. one\n2. two", "a * b\na - b"]),
+    ("detectable_format:constrained_response", {},
+     ["My answer is yes.", "Well: My answer is maybe."],
+     ["My answer is yes", "my answer is no.", "Yes.", "My answer is perhaps."]),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2},
+     ["*a* and *b c*", "**a**\n*b*", "* item with *one* and **two**"],
+     ["*a*", "** ** * *", "*a\nb* c", "a * b", "****"]),
+    ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2},
+     ["Section 1\na\nSection 2\nb", "Section1 Section2", "**Section 1** Section 12"],
+     ["Section 1\na", "Section A\nSection B", "section 1 section 2", "SubSection 1 Section 2"]),
+    # punctuation in a splitter is plain text
+    ("detectable_format:multiple_sections", {"section_spliter": "Part (", "num_sections": 1},
+     ["Part (1)"], ["Part 1"]),
+    ("detectable_format:json_format", {},
+     ['{"a": [1, null]}', '```json\n{"a": 1}\n```', "```\n[1]\n```", '"text"'],
+     ['{"a": 1', "{'a': 1}", 'Here: {"a": 1}', '```json\n{"a": 1}\n``` done', "```", "[" * 9999]),
+    ("detectable_format:title", {}, ["<<poem of joy>>\nRoses", "text\n<<Is 1 < 2?>>", "<< a >>"],
+     ["<poem>", "<<>>", "<<  >>", "<<a\nb>>", "<< <> >>", "<<a>", "1 << 2"]),
+    ("combination:two_responses", {}, ["a\n******\nb", "******\na\n******\nb", "a ****** b ******"],
+     ["a", "a\n***\nb", "a ****** a", "a ****** b ****** c", "******", "a ******"]),
+    ("combination:repeat_prompt", {"prompt_to_repeat": "Write a poem."},
+     ["Write a poem.\nRoses", "  write A poem. Roses"],
+     ["Roses. Write a poem.", "Write a poem", "Sure! Write a poem. Roses"]),
+    ("startend:end_checker", {"end_phrase": "Any questions?"},
+     ["Bye. Any questions?", 'Bye. "any QUESTIONS?"\n', "Any questions?"],
+     ["Any questions? No.", "Any questions", "questions?"]),
+    ("startend:quotation", {}, ['"All of it."', '\n"a "b" c"\n'],
+     ['"Part" of it', '"', "'single'", "“curly”", 'All "of it"']),
+    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"},
+     ["STOP and GO", "I said NO", "WELL-KNOWN FACT"],
+     ["STOP it", "WELL-KNOWN thing", "Stop And Go", "1 2 3"]),
+    ("change_case:capital_word_frequency",
+     {"capital_frequency": 2, "capital_relation": "less than"}, ["ONE word", "none"],
+     ["DON'T DO it"]),
+    ("punctuation:no_comma", {}, ["No sign here.", "semi; colon: dot.", "Bras\u0326ov"],
+     ["a, b", ",", "一\uff0c二", "a\u060c b"]),
+    ("language:response_language", {"language": "de"}, ["Dies ist ein Satz."],
+     ["This is a sentence.", "123", "..."]),
+    ("change_case:english_capital", {}, ["THIS IS ALL LOUD. 123", "WE LIKE IT!"],
+     ["THIS IS almost LOUD", "123", "DIES IST EIN SATZ."]),
+    ("change_case:english_lowercase", {}, ["this is quiet. 123"],
+     ["This is quiet", "123", "dies ist ein satz."]),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -267,26 +129,16 @@ def library() -> None:
     pytest.importorskip("py3langid")
 
 
-def list_cases() -> list[Any]:
-    return [
-        pytest.param(name, *case, id=f"{name}-{number}")
-        for name, cases in CASES.items()
-        for number, case in enumerate(cases)
-    ]
-
-
-def check_instruction(
-    name: str, parameters: dict[str, Any], text: str, loose: bool = False
-) -> bool:
+def check_instruction(name: str, parameters: dict, text: str, loose: bool = False) -> bool:
     return follow_instructions(bind_instructions([name], [parameters]), text, loose=loose)[0]
 
 
 def test_every_instruction_has_answers_of_both_kinds():
-    assert set(CASES) == set(INSTRUCTIONS) and len(INSTRUCTIONS) == 25
-    assert all(good and bad for cases in CASES.values() for _, good, bad in cases)
+    assert {case[0] for case in CASES} == set(INSTRUCTIONS) and len(INSTRUCTIONS) == 25
+    assert all(good and bad for _, _, good, bad in CASES)
 
 
-@pytest.mark.parametrize(("name", "parameters", "good", "bad"), list_cases())
+@pytest.mark.parametrize(("name", "parameters", "good", "bad"), CASES)
 def test_an_instruction_by_hand(name: str, parameters: dict[str, Any], good: Any, bad: Any):
     for text in good:
         assert check_instruction(name, parameters, text), (name, text)
@@ -301,9 +153,9 @@ def test_an_instruction_by_hand(name: str, parameters: dict[str, Any], good: Any
 
 @pytest.mark.parametrize("name", ["language:response_language", "change_case:english_capital"])
 def test_the_library_agrees(name: str, library: None):
-    for parameters, good, bad in CASES[name]:
-        assert all(check_instruction(name, parameters, text) for text in good)
-        assert not any(check_instruction(name, parameters, text) for text in bad)
+    ((_, parameters, good, bad),) = [case for case in CASES if case[0] == name]
+    assert all(check_instruction(name, parameters, text) for text in good)
+    assert not any(check_instruction(name, parameters, text) for text in bad)
 
 
 def test_sentences_are_counted():
@@ -334,42 +186,24 @@ def test_the_loose_accuracy_removes_lines_and_stars():
     assert not check_instruction(name, parameters, 'A\nB\n"yes"', loose=True)
 
 
-@pytest.mark.parametrize(
-    ("ids", "kwargs", "message"),
-    [
-        (["keywords:rhyme"], [{}], "unknown instruction 'keywords:rhyme'; known are change_case"),
-        ([], [], "at least 1 instruction"),
-        ("punctuation:no_comma", [{}], "is a list"),
-        (["punctuation:no_comma"], [], "an entry for each of 1 instructions"),
-        (
-            ["punctuation:no_comma"],
-            [{"num_words": 3}],
-            "has the parameters .none.; this row has num_words",
-        ),
-        (
-            ["keywords:existence"],
-            [{"keywords": None}],
-            "has the parameters keywords; this row has .none.",
-        ),
-        (["keywords:existence"], [{"keywords": "tea"}], "keywords of keywords:existence is a list"),
-        (["keywords:existence"], ["tea"], "are an object, this is 'tea'"),
-        (
-            ["length_constraints:number_words"],
-            [{"num_words": 3, "relation": "about"}],
-            "relation of length_constraints:number_words is one of at least",
-        ),
-        (
-            ["detectable_format:number_bullet_lists"],
-            [{"num_bullets": 2.5}],
-            "is a whole number, this is 2.5",
-        ),
-        (
-            ["startend:end_checker"],
-            [{"end_phrase": ""}],
-            "end_phrase of startend:end_checker is a text",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("ids", "kwargs", "message"), [
+    (["keywords:rhyme"], [{}], "unknown instruction 'keywords:rhyme'; known are change_case"),
+    ([], [], "at least 1 instruction"),
+    ("punctuation:no_comma", [{}], "is a list"),
+    (["punctuation:no_comma"], [], "an entry for each of 1 instructions"),
+    (["punctuation:no_comma"], [{"num_words": 3}],
+     "has the parameters .none.; this row has num_words"),
+    (["keywords:existence"], [{"keywords": None}],
+     "has the parameters keywords; this row has .none."),
+    (["keywords:existence"], [{"keywords": "tea"}], "keywords of keywords:existence is a list"),
+    (["keywords:existence"], ["tea"], "are an object, this is 'tea'"),
+    (["length_constraints:number_words"], [{"num_words": 3, "relation": "about"}],
+     "relation of length_constraints:number_words is one of at least"),
+    (["detectable_format:number_bullet_lists"], [{"num_bullets": 2.5}],
+     "is a whole number, this is 2.5"),
+    (["startend:end_checker"], [{"end_phrase": ""}],
+     "end_phrase of startend:end_checker is a text"),
+])  # fmt: skip
 def test_a_faulty_instruction_is_named(ids: Any, kwargs: Any, message: str):
     with pytest.raises(ValueError, match=message):
         bind_instructions(ids, kwargs)
@@ -420,9 +254,8 @@ HOSTILE = (
 
 
 def test_long_answers_take_no_long_time():
-    instructions = [
-        pair for name, cases in CASES.items() for pair in bind_instructions([name], [cases[0][0]])
-    ]
+    parameters = {name: parameters for name, parameters, _, _ in reversed(CASES)}
+    instructions = bind_instructions(list(parameters), list(parameters.values()))
     for text in HOSTILE:
         begin = time.process_time()
         follow_instructions(instructions, text, loose=True)

@@ -22,14 +22,6 @@ def test_math_correctness_agrees_with_every_judged_pair():
     assert differ == []
 
 
-def test_a_matrix_in_an_array_is_compared_by_value():
-    reward = resolve_reward("math_correctness")
-    array = r"\left[\begin{array}{cc}1&2\\3&%s\end{array}\right]"
-    for value, expected in (("4", 1.0), ("5", 0.0)):
-        answer = f"\\boxed{{{array % value}}}"
-        assert reward("", answer, {"answer": array % "2+2"}) == expected
-
-
 def test_gsm8k_agrees_with_every_judged_pair():
     reward = resolve_reward("gsm8k")
     differ = [
@@ -41,23 +33,27 @@ def test_gsm8k_agrees_with_every_judged_pair():
     assert len(NUMBERS) > 90 and differ == []
 
 
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("so it is 0.5", "1/2"),
-        ("The answer is $x=5$.", "5"),
-        (r"Hence \(\frac{1}{2}\).", "0.5"),
-        ("The final answer is: x+1", "1+x"),
-        ("We get 3 and then $1{,}200$ of them", "1200"),
-        ("it is 12.", "12"),
-        ("The answer is **12**.", "12"),
-        ("**Answer:** 12", "12"),
-        ("**Answer: 12**", "12"),
-        ("**Final answer:** $x_1 = 12$", "12"),
-        ("Answer: `12`", "12"),
-        (r"we get 25\%", r"25\%"),
-    ],
-)
+@pytest.mark.parametrize(("response", "answer"), [
+    ("so it is 0.5", "1/2"),
+    ("The answer is $x=5$.", "5"),
+    (r"Hence \(\frac{1}{2}\).", "0.5"),
+    ("The final answer is: x+1", "1+x"),
+    ("We get 3 and then $1{,}200$ of them", "1200"),
+    ("it is 12.", "12"),
+    ("The answer is **12**.", "12"),
+    ("**Answer:** 12", "12"),
+    ("**Answer: 12**", "12"),
+    ("**Final answer:** $x_1 = 12$", "12"),
+    ("Answer: `12`", "12"),
+    (r"we get 25\%", r"25\%"),
+    ("She has $5 and $7, so 12", "12"),
+    ("$5 + $7 = $12", "12"),
+    ("it costs $5, so the total is 7", "7"),
+    ("$5-$7, then 6", "6"),
+    (r"so $\frac{1}{2}$", "1/2"),
+    (r"so $ \frac{1}{2} $.", "1/2"),
+    ("thus $$x=5$$ holds", "5"),
+])  # fmt: skip
 def test_an_unmarked_answer_is_the_last_expression(response: str, answer: str):
     reward = resolve_reward("math_correctness")
     assert reward.evaluate("", response, {"answer": answer}).metrics == {
@@ -66,11 +62,6 @@ def test_an_unmarked_answer_is_the_last_expression(response: str, answer: str):
         "gave_up": 0.0,
     }
     assert reward("", response, {"answer": "77"}) == 0.0
-
-
-def _answers(shared_data: Path) -> list[str]:
-    lines = (shared_data / "math" / "MATH_train.jsonl").read_text().splitlines()
-    return [answer for line in lines if (answer := json.loads(line)["answer"])]
 
 
 def _other_spelling(answer: str) -> str:
@@ -88,29 +79,19 @@ def _other_spelling(answer: str) -> str:
 ALIKE = {("50", "50^{\\circ}"), ("\\frac12", "\\frac{1}{2}"), ("80 \\%", "80"), (" \\$ 5", "5")}
 
 
-def _check_population(answers: list[str]) -> None:
+@pytest.mark.parametrize("every", [40, pytest.param(1, marks=pytest.mark.campaign)])
+def test_answers_of_math_are_right_for_themselves_and_wrong_for_others(shared_data, every: int):
+    lines = (shared_data / "math" / "MATH_train.jsonl").read_text().splitlines()
+    answers = [answer for line in lines if (answer := json.loads(line)["answer"])][::every]
     reward = resolve_reward("math_correctness")
-    wrong = [
-        answer
-        for answer in answers
-        if reward("", f"\\boxed{{{_other_spelling(answer)}}}", {"answer": answer}) != 1.0
-    ]
-    assert wrong == []
-    positives = [
-        (answer, other)
-        for answer, other in zip(answers, [*answers[1:], answers[0]], strict=True)
-        if answer != other and reward("", f"\\boxed{{{other}}}", {"answer": answer}) == 1.0
-    ]
-    assert set(positives) <= ALIKE
 
+    def is_right(answer: str, expected: str) -> bool:
+        return reward("", f"\\boxed{{{answer}}}", {"answer": expected}) == 1.0
 
-def test_answers_of_math_are_right_for_themselves_and_wrong_for_others(shared_data: Path):
-    _check_population(_answers(shared_data)[::40])
-
-
-@pytest.mark.campaign
-def test_all_answers_of_math_are_right_for_themselves_and_wrong_for_others(shared_data: Path):
-    _check_population(_answers(shared_data))
+    assert [answer for answer in answers if not is_right(_other_spelling(answer), answer)] == []
+    neighbours = zip(answers, [*answers[1:], answers[0]], strict=True)
+    positives = {pair for pair in neighbours if pair[0] != pair[1] and is_right(pair[1], pair[0])}
+    assert positives <= ALIKE
 
 
 def test_all_answers_of_gsm8k_are_right_for_themselves(shared_data: Path):
@@ -122,42 +103,9 @@ def test_all_answers_of_gsm8k_are_right_for_themselves(shared_data: Path):
             assert reward("", worked, {"answer": answer}) == 1.0
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Tom and Ann have 72 apples",
-        "The two-day total is 72",
-        "[72]",
-        "**72**",
-        "**$72**",
-        "`72`",
-        "the day/night total: 72",
-        "72 cats and dogs",
-    ],
-)
-def test_gsm8k_reads_a_number_among_words(text):
-    assert resolve_reward("gsm8k")("", f"#### {text}", {"answer": "72"}) == 1.0
-
-
 @pytest.mark.parametrize("reward", ["gsm8k", "math_correctness"])
 @pytest.mark.parametrize(
     "response", [r"\boxed{**72**}", "#### **72**", "**#### 72**", "#### `72`", "#### *72*"]
 )
 def test_a_marked_answer_may_be_emphasized(reward, response):
     assert resolve_reward(reward)("", response, {"answer": "72"}) == 1.0
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("She has $5 and $7, so 12", "12"),
-        ("$5 + $7 = $12", "12"),
-        ("it costs $5, so the total is 7", "7"),
-        ("$5-$7, then 6", "6"),
-        (r"so $\frac{1}{2}$", "1/2"),
-        (r"so $ \frac{1}{2} $.", "1/2"),
-        ("thus $$x=5$$ holds", "5"),
-    ],
-)
-def test_prices_are_no_formula(text, expected):
-    assert resolve_reward("math_correctness")("", text, {"answer": expected}) == 1.0

@@ -1,5 +1,5 @@
-"""Test that processes started by rewards do not outlive the run: ten ways to end a run, and several
-ways in which a process hides from its parent.
+"""Test that processes started by rewards do not outlive the run: ways to end a run or an item, and
+several ways in which a process hides from its parent.
 """
 
 import os
@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,46 +54,45 @@ from rl.distributed.stop_signals import end_with_launcher
 from rl.rewards import Scorer
 end_with_launcher()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
-way = sys.argv[1]
+ways, mark, scorers = sys.argv[1:], os.environ["PYTHON_MARK"], []
 responses = {{"error": "raise", "reward timeout": "hang", "worker crash": "crash", "worker exit": "die"}}
-response = responses.get(way, way if "guard" in way else "fine")
-scorer = Scorer("starts:reward", timeout=1.0 if "timeout" in way or "guard" in way else 1000, workers=1)
-pending = scorer.submit("ask", response, None)
-score = pending.result(60)
-print("scored", score, flush=True)
-if way in responses or "guard" in way:         # the trainer goes on: what that item started must be gone before it ends
-    if way != "error": time.sleep(1000)
-if way == "pool close":
-    scorer.close()
-    time.sleep(1000)
-if way == "exception":
-    raise LookupError("of the script")
-if way in ("signal", "launcher"):
-    scorer.submit("ask", "hang", None)
-    time.sleep(1000)
+for number, way in enumerate(ways):
+    os.environ["PYTHON_MARK"] = f"{{mark}}-{{number}}"
+    response = responses.get(way, way if "guard" in way else "fine")
+    limit = 1.0 if "timeout" in way or "guard" in way else 1000
+    scorers.append(Scorer("starts:reward", timeout=limit, workers=1))
+    score = scorers[-1].submit("ask", response, None).result(60)
+    print("scored", score, flush=True)
+    if way == "pool close":
+        scorers[-1].close()
+    if way in ("signal", "launcher"):
+        scorers[-1].submit("ask", "hang", None)
+        time.sleep(1000)
+    if way == "exception":
+        raise LookupError("of the script")
+    if way not in ("finish", "error"):      # the trainer goes on: what that item started must be gone before it ends
+        sys.stdin.readline()
 """
 
-# way to end -> (argument of the script, signal sent to it, whether the script still runs when the
-# processes must be gone)
-WAYS = {
-    "finish": ("finish", None, False),
-    "error of the reward": ("error", None, False),
-    "Ctrl-C": ("signal", signal.SIGINT, False),
-    "SIGTERM": ("signal", signal.SIGTERM, False),
-    "SIGKILL of the trainer": ("signal", signal.SIGKILL, False),
-    "reward timeout": ("reward timeout", None, True),
-    "worker crash": ("worker crash", None, True),
-    "worker exit": ("worker exit", None, True),
-    "pool close": ("pool close", None, True),
-    "exception in the script": ("exception", None, False),
-    "launcher killed": ("launcher", signal.SIGKILL, False),
-    "the reward kills its guard": ("kill the guard", None, True),  # see OUT_OF_REACH
-    "the reward stops its guard": ("stop the guard", None, True),
+# way in which the trainer ends -> (argument of the script, signal sent to it)
+ENDS = {
+    "finish": ("finish", None),
+    "error of the reward": ("error", None),
+    "Ctrl-C": ("signal", signal.SIGINT),
+    "SIGTERM": ("signal", signal.SIGTERM),
+    "SIGKILL of the trainer": ("signal", signal.SIGKILL),
+    "exception in the script": ("exception", None),
+    "launcher killed": ("launcher", signal.SIGKILL),
 }
-# This reward kills its guard and removes the mark from the environment of its processes, so they
-# cannot be attributed to it.
-OUT_OF_REACH = {"the reward kills its guard": {"nameless", "daemon"}}
-QUICK = ("SIGKILL of the trainer", "reward timeout", "pool close")
+# Ways after which the trainer goes on, in turn. The first kills its guard and removes the mark from
+# the environment of its processes, so some of them cannot be attributed to it.
+OUT_OF_REACH = {"kill the guard": {"nameless", "daemon"}}
+GOES_ON = [
+    ("reward timeout", "pool close"),
+    pytest.param(
+        ("kill the guard", "stop the guard", "worker crash", "worker exit"), marks=pytest.mark.slow
+    ),
+]
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
 
 
@@ -109,13 +110,15 @@ def list_processes(mark: str) -> dict[int, str]:
 
 
 def workers_of(mark: str) -> list[int]:
+    """Return the processes whose mark begins with `mark`."""
     results = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if f"PYTHON_MARK={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                results.append(int(folder.name))
+            variables = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
+        if any(entry.startswith(f"PYTHON_MARK={mark}".encode()) for entry in variables):
+            results.append(int(folder.name))
     return results
 
 
@@ -126,57 +129,78 @@ def wait_until(condition, seconds: float) -> bool:
     return bool(condition())
 
 
-@pytest.mark.parametrize(
-    "way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
-)
-def test_nothing_that_a_reward_started_is_left(tmp_path, way):
-    messages, number, runs_on = WAYS[way]
+@contextmanager
+def run_script(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """Start the script; yield its process and mark. Nothing remains of it, whatever happens."""
     mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
-    (tmp_path / "starts.py").write_text(MODULE)
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(repo=str(REPO), here=str(tmp_path)))
-    ready = tmp_path / "ready"
-    env = {
-        **os.environ,
-        "PYTHON_MARK": mark,
-        "PYTHON_READY": str(ready),
-        "ACCELERATE_MIXED_PRECISION": "no",
-    }
-    words = [sys.executable, str(script), messages]
-    if messages == "launcher":
+    (folder / "starts.py").write_text(MODULE)
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(repo=str(REPO), here=str(folder)))
+    words = [sys.executable, str(script), *arguments]
+    if arguments == ("launcher",):
         words = [sys.executable, "-c", LAUNCHER, *words]
+    variables = {"PYTHON_MARK": mark, "PYTHON_READY": str(folder / "ready")}
     trainer = subprocess.Popen(
         words,
-        env=env,
+        env={**os.environ, **variables, "ACCELERATE_MIXED_PRECISION": "no"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        output = trainer.stdout.readline()
-        assert output.startswith("scored"), trainer.stderr.read()
+        yield trainer, mark
+    finally:
+        marks = [f"{mark}-{number}" for number in range(len(arguments))]
+        for pid in {*workers_of(mark), *(pid for each in marks for pid in list_processes(each))}:
+            os.kill(pid, signal.SIGKILL)
+        trainer.kill()
+        trainer.communicate(timeout=30)
+
+
+def check_scored(trainer: subprocess.Popen) -> None:
+    assert trainer.stdout.readline().startswith("scored"), trainer.stderr.read()
+
+
+def check_gone(mark: str, way: str) -> None:
+    kinds = OUT_OF_REACH.get(way, set())
+    gone = wait_until(lambda: not set(list_processes(mark).values()) - kinds, 10)
+    assert gone, (way, list_processes(mark))
+
+
+QUICK = "SIGKILL of the trainer"
+
+
+@pytest.mark.parametrize(
+    "way", [way if way == QUICK else pytest.param(way, marks=pytest.mark.slow) for way in ENDS]
+)
+def test_nothing_that_a_reward_started_outlives_the_trainer(tmp_path, way):
+    argument, number = ENDS[way]
+    ready = tmp_path / "ready"
+    with run_script(tmp_path, argument) as (trainer, mark):
+        check_scored(trainer)
         if number is not None:
-            assert wait_until(
-                lambda: (
-                    ready.read_text() == "xx"
-                    and set(list_processes(mark).values()) >= {"child", "daemon", "nameless"}
-                ),
-                20,
-            )
+            assert wait_until(lambda: ready.read_text() == "xx", 20)
+            kinds = {"child", "daemon", "nameless"}
+            assert wait_until(lambda: set(list_processes(f"{mark}-0").values()) >= kinds, 20)
             trainer.send_signal(number)
-        if not runs_on:
-            trainer.wait(30)
+        trainer.wait(30)
         assert ready.exists()
-        assert wait_until(
-            lambda: not set(list_processes(mark).values()) - OUT_OF_REACH.get(way, set()), 10
-        ), list_processes(mark)
-        if runs_on:
-            assert trainer.poll() is None
-            trainer.kill()
+        check_gone(f"{mark}-0", way)
         # neither a worker nor its guard remains
         assert wait_until(lambda: not workers_of(mark), 10), workers_of(mark)
-    finally:
-        for pid in {*list_processes(mark), *workers_of(mark)}:
-            os.kill(pid, signal.SIGKILL)
-        trainer.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("ways", GOES_ON, ids=" and ".join)
+def test_what_an_item_started_is_gone_while_the_trainer_goes_on(tmp_path, ways):
+    with run_script(tmp_path, *ways) as (trainer, mark):
+        for number, way in enumerate(ways):
+            check_scored(trainer)
+            check_gone(f"{mark}-{number}", way)
+            assert (tmp_path / "ready").exists() and trainer.poll() is None
+            if number < len(ways) - 1:
+                trainer.stdin.write("\n")
+                trainer.stdin.flush()
+        trainer.kill()
+        assert wait_until(lambda: not workers_of(mark), 10), workers_of(mark)

@@ -69,6 +69,11 @@ class Machines:
         self.processes.append(process)
         return process
 
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
     def wait(self, scorer: Scorer, workers: int) -> None:
         """Wait until a scorer has a number of workers in total."""
         deadline = time.monotonic() + 60
@@ -81,25 +86,33 @@ class Machines:
 def launch():
     launch = Machines()
     yield launch
-    for process in launch.processes:
-        process.kill()
-        process.communicate()
+    launch.stop()
+
+
+@pytest.fixture(scope="module")
+def two_machines():
+    """Return the machines of a launch with a second one, for the tests that do not end it."""
+    launch = Machines()
+    launch.add()
+    yield launch
+    launch.stop()
 
 
 @pytest.fixture
 def file(tmp_path):
-    path = tmp_path / "misbehaving.py"
+    path = tmp_path / "rewards_of_machines.py"
     path.write_text(REWARDS)
     return path
 
 
-def test_both_machines_score_and_scores_come_in_the_order_of_the_items(launch, file, monkeypatch):
+def test_both_machines_score_and_scores_come_in_the_order_of_the_items(
+    two_machines, file, monkeypatch
+):
     monkeypatch.setenv("SOME_KEY", "1234")
     options = {"workers": 2, "timeout": 20.0, "environment": ["SOME_KEY"]}
     items = [("ask", "x" * i, None) for i in range(40)]
-    launch.add()
-    with Scorer(f"{file}:slow", machines=launch.machines, **options) as scorer:
-        launch.wait(scorer, 4)
+    with Scorer(f"{file}:slow", machines=two_machines.machines, **options) as scorer:
+        two_machines.wait(scorer, 4)
         scorer.score_many(items)  # the second machine's workers have started
         scores = scorer.score_many(items)
         seconds = scorer.take_seconds()
@@ -115,7 +128,7 @@ def test_both_machines_score_and_scores_come_in_the_order_of_the_items(launch, f
 
 def test_an_answer_fails_on_another_machine_as_on_this_one(launch, file, tmp_path):
     """The only worker of this machine is busy, so each item runs on the other one."""
-    bad = ["raise", "nan", "none", "text", "exit", "die", "segfault", "hang", "spin"]
+    bad = ["raise", "nan", "text", "die", "hang"]
     responses = [text for index, word in enumerate(bad) for text in (str(index), word)] + ["9"]
     items = [(f"ask {text}", text, None) for text in responses]
     with Scorer(f"{file}:misbehave", timeout=1.0, workers=1) as here:
@@ -151,16 +164,15 @@ def test_a_reward_that_hangs_there_ends_with_the_processes_that_it_started(launc
     assert wait_until_dead(int(pid))  # the scorer is closed
 
 
-def test_a_batch_is_scored_in_one_call_as_on_one_machine(launch, file):
-    with Scorer(f"{file}:batch_size", machines=launch.machines) as scorer:
-        launch.add()
-        with Scorer(f"{file}:slow", workers=1, machines=launch.machines) as other:
-            launch.wait(other, 2)
+def test_a_batch_is_scored_in_one_call_as_on_one_machine(two_machines, file):
+    with Scorer(f"{file}:slow", workers=1, machines=two_machines.machines) as other:
+        two_machines.wait(other, 2)
+    with Scorer(f"{file}:batch_size", machines=two_machines.machines) as scorer:
         scores = scorer.score_many([("ask", str(i), None) for i in range(8)])
     assert [score.reward for score in scores] == [8.0] * 8
 
 
-def test_a_machine_that_is_lost_costs_no_answer(launch, file):
+def test_a_machine_that_is_lost_costs_no_answer(launch, file, monkeypatch):
     """Its worker holds an answer when the machine ends."""
     machine = launch.add()
     with Scorer(f"{file}:slow", workers=1, timeout=20.0, machines=launch.machines) as scorer:
@@ -169,6 +181,8 @@ def test_a_machine_that_is_lost_costs_no_answer(launch, file):
         scorer.score_many(items)  # the worker there has started
         pending = [scorer.submit(*item) for item in items]
         time.sleep(0.2)
+        monkeypatch.setattr("rl.rewards.reward_machines._REQUEST_SECONDS", 0.5)
+        monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
         machine.kill()
         scores = [score.result(60) for score in pending]
     assert [score.reward for score in scores] == list(range(40))
@@ -183,32 +197,28 @@ def test_a_machine_with_another_token_is_refused(launch, file):
         assert len(scorer._threads) == 1
 
 
-def test_a_machine_that_cannot_load_the_reward_leaves_its_work_to_the_others(launch, file, caplog):
+def test_a_machine_that_cannot_load_the_reward_leaves_its_work_to_the_others(
+    two_machines, file, caplog, monkeypatch
+):
     """The reward is a module of rank 0's path only."""
-    sys.path.append(str(file.parent))
-    try:
-        with Scorer("misbehaving:slow", workers=1, machines=launch.machines) as scorer:
-            launch.add()
-            launch.wait(scorer, 2)
-            scores = scorer.score_many([("ask", "x" * i, None) for i in range(60)])
-    finally:
-        sys.path.remove(str(file.parent))
+    monkeypatch.setattr("rl.rewards.reward_scorer._RESTART_SECONDS", (0.05,))
+    monkeypatch.syspath_prepend(str(file.parent))
+    with Scorer("rewards_of_machines:slow", workers=1, machines=two_machines.machines) as scorer:
+        two_machines.wait(scorer, 2)
+        scores = scorer.score_many([("ask", "x" * i, None) for i in range(60)])
     assert [score.reward for score in scores] == list(range(60))
     assert {score.metrics["is_second"] for score in scores} == {0.0}
-    assert "misbehaving" in caplog.text
+    assert "rewards_of_machines" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("setting", "reward", "spreads"),
-    [
-        ("auto", "math_correctness", True),
-        ("auto", "code_tests", False),
-        ("auto", "FILE", False),
-        ("first", "math_correctness", False),
-        ("all", "FILE", True),
-        ("all", "code_tests", True),
-    ],
-)
+@pytest.mark.parametrize(("setting", "reward", "spreads"), [
+    ("auto", "math_correctness", True),
+    ("auto", "code_tests", False),
+    ("auto", "FILE", False),
+    ("first", "math_correctness", False),
+    ("all", "FILE", True),
+    ("all", "code_tests", True),
+])  # fmt: skip
 def test_the_setting_chooses_the_machines(setting, reward, spreads, file, monkeypatch):
     passed = []
     monkeypatch.setattr(stage_data, "Scorer", lambda reward, **options: passed.append(options))
@@ -222,13 +232,13 @@ method: grpo
 base_model: tiny:addition
 dataset: addition
 learning_rate: 1e-3
-steps: 4
+steps: 2
 batch_size: 8
 group_size: 4
 max_tokens: 4
 eval_limit: 8
-eval_every: 2
-save_every: 2
+eval_every: 1
+save_every: 1
 reward_workers: 1
 reward_machines: all
 reward_timeout: 5

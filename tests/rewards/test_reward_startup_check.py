@@ -28,6 +28,7 @@ SMALL = {
     "eval_every": 0,
     "save_every": 0,
     "self_test": False,
+    "quiet": True,
 }
 # The reward of an answer depends on the number of previous calls.
 COUNTING = """
@@ -48,17 +49,19 @@ def slow(prompt, response, meta):
 """
 
 
-def check(tmp_path, **settings) -> tuple[str, dict]:
-    """Return the printed text about the reward of a run with these settings, and the saved entry."""
-    run = rl.config.read_run(
-        ["grpo", "--dataset", "addition", *(w for k, v in settings.items() for w in (k, v))],
-        rl.algorithms.METHODS,
-        Path("unused.yaml"),
-        rl.config.RunSettings,
+def read(*words: str):
+    return rl.config.read_run(
+        list(words), rl.algorithms.METHODS, Path("unused.yaml"), rl.config.RunSettings
     )
+
+
+def check(tmp_path, *words: str, place: str | None = None) -> tuple[str, dict]:
+    """Return the printed text about the reward of a run with these settings, and the saved entry."""
     stream = io.StringIO()
     with contextlib.ExitStack() as stack:
-        stages = prepare_stages(run.stages, stack)
+        stages = prepare_stages(read("grpo", "--dataset", "addition", *words).stages, stack)
+        if place is not None:
+            stages[0].scorer.place = place
         check_rewards_at_start(stages, tmp_path, Console(stream=stream), "CHECK")
     (entry,) = json.loads((tmp_path / "reward_check.json").read_text())["rewards"]
     return stream.getvalue(), entry
@@ -72,7 +75,7 @@ def rewards(tmp_path):
 
 
 def test_a_good_reward_takes_one_line(tmp_path):
-    shown, entry = check(tmp_path, **{"--reward": "exact_match"})
+    shown, entry = check(tmp_path, "--reward", "exact_match")
     (line,) = shown.splitlines()
     assert line.startswith("note: reward exact_match passed the mutant check on 50 rows")
     assert entry["rows"] == 50 and entry["warnings"] == [] and entry["skipped"] is None
@@ -87,7 +90,7 @@ def test_a_bad_reward_is_shown_as_a_table_with_warnings(tmp_path, monkeypatch):
     path.write_text(
         "def contains(prompt, response, meta):\n    return float(str(meta['answer']) in response)\n"
     )
-    shown, entry = check(tmp_path, **{"--reward": f"{path}:contains"})
+    shown, entry = check(tmp_path, "--reward", f"{path}:contains")
     table, *warnings = shown.split("warning: ")[1:]
     assert "contains pays for, right answers as" in table
     (row,) = [line for line in table.splitlines() if line.startswith("all candidates listed")]
@@ -101,12 +104,12 @@ def test_a_check_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
         raise OSError("no process is available")
 
     monkeypatch.setattr(preflight, "probe_reward", fail)
-    shown, entry = check(tmp_path, **{"--reward": "exact_match"})
+    shown, entry = check(tmp_path, "--reward", "exact_match")
     assert shown.startswith("note: ") and "no process is available" in entry["skipped"]
 
 
 def test_rewards_that_cannot_be_checked_quickly_are_skipped_with_a_line(tmp_path, rewards):
-    shown, entry = check(tmp_path, **{"--reward": f"{rewards}:slow", "--reward-workers": "2"})
+    shown, entry = check(tmp_path, "--reward", f"{rewards}:slow", "--reward-workers", "2")
     (line,) = shown.splitlines()
     assert "scoring a few rows took" in entry["skipped"] and entry["rows"] == 0
     assert line.endswith(f"{entry['skipped']}: CHECK checks it")
@@ -115,30 +118,19 @@ def test_rewards_that_cannot_be_checked_quickly_are_skipped_with_a_line(tmp_path
 def test_the_command_trusts_a_reward_outside_the_folder_and_is_not_of_a_function(
     tmp_path, rewards, monkeypatch
 ):
-    words = ["grpo", "--dataset", "addition", "--reward", f"{rewards}:slow"]
-    run = rl.config.read_run(
-        words, rl.algorithms.METHODS, Path("unused.yaml"), rl.config.RunSettings
-    )
-    assert format_check_command(tmp_path / "run", run.stages).endswith(" --trust-run")
+    words = ["--reward", f"{rewards}:slow"]
+    stages = read("grpo", "--dataset", "addition", *words).stages
+    assert format_check_command(tmp_path / "run", stages).endswith(" --trust-run")
     monkeypatch.chdir(tmp_path)
-    assert "--trust-run" not in format_check_command(tmp_path / "run", run.stages)
-    stream = io.StringIO()
-    with contextlib.ExitStack() as stack:
-        stages = prepare_stages(run.stages, stack)
-        monkeypatch.setattr(stages[0].scorer, "place", "thread")
-        check_rewards_at_start(stages, tmp_path, Console(stream=stream), "CHECK")
-    assert "function of this process" in stream.getvalue() and "CHECK" not in stream.getvalue()
+    assert "--trust-run" not in format_check_command(tmp_path / "run", stages)
+    shown, _ = check(tmp_path, *words, place="thread")
+    assert "function of this process" in shown and "CHECK" not in shown
 
 
 def test_a_stage_that_cannot_be_prepared_leaves_no_workers_of_earlier_ones(tmp_path, monkeypatch):
     stages = "stages: [{method: grpo, dataset: addition}, {method: sft, dataset: nowhere.jsonl}]"
     (tmp_path / "two.yaml").write_text(f"base_model: tiny:addition\n{stages}\n")
-    run = rl.config.read_run(
-        [str(tmp_path / "two.yaml")],
-        rl.algorithms.METHODS,
-        Path("unused.yaml"),
-        rl.config.RunSettings,
-    )
+    run = read(str(tmp_path / "two.yaml"))
     closed, close = [], Scorer.close
     monkeypatch.setattr(Scorer, "close", lambda self: closed.append(self) or close(self))
     with pytest.raises(UserError, match="nowhere.jsonl"), contextlib.ExitStack() as stack:
@@ -148,18 +140,10 @@ def test_a_stage_that_cannot_be_prepared_leaves_no_workers_of_earlier_ones(tmp_p
 
 @pytest.mark.slow
 def test_the_check_does_not_change_a_run_even_of_a_reward_with_state(tmp_path, rewards):
-    values = []
+    values, settings = [], {"reward": f"{rewards}:counts_calls", "reward_workers": 1}
     for reward_check in (True, False):
         folder = tmp_path / str(reward_check)
-        rl.train(
-            "grpo",
-            **SMALL,
-            reward=f"{rewards}:counts_calls",
-            reward_workers=1,
-            output_dir=folder,
-            reward_check=reward_check,
-            quiet=True,
-        )
+        rl.train("grpo", **SMALL, **settings, output_dir=folder, reward_check=reward_check)
         rows = read_jsonl(folder / "metrics.jsonl")
         values.append([{k: v for k, v in row.items() if "time" not in k} for row in rows])
         assert (folder / "reward_check.json").exists() is reward_check
@@ -176,14 +160,8 @@ def test_a_reward_of_this_process_is_not_called(tmp_path):
     counts = []
     for reward_check in (True, False):
         folder = tmp_path / str(reward_check)
-        rl.train(
-            "grpo",
-            **SMALL | {"steps": 1},
-            reward=closure,
-            output_dir=folder,
-            reward_check=reward_check,
-            quiet=True,
-        )
+        small = SMALL | {"steps": 1, "reward": closure}
+        rl.train("grpo", **small, output_dir=folder, reward_check=reward_check)
         counts.append(len(requests))
         requests.clear()
     assert counts[0] == counts[1] > 0

@@ -4,6 +4,7 @@ starts.
 
 import json
 import textwrap
+import time
 
 import pytest
 
@@ -57,9 +58,6 @@ FILE = """
     def breaks(prompt, response, meta):
         return meta["colour"]
 
-    def two(prompt, response):
-        return 1.0
-
     from rl.rewards import register_reward
 
     @register_reward("whole", episode=True)
@@ -87,51 +85,44 @@ def file(tmp_path_factory):
     return str(folder / "mine.py")
 
 
+def rewards_of(results) -> list:
+    """Return the reward of each result, or the class of its error."""
+    return [getattr(result, "reward", type(result).__name__) for result in results]
+
+
 def test_functions_of_lists_get_columns_and_settings_and_batches(file):
     reward = resolve_reward(f"{file}:by_list")
     assert reward.batched and reward.columns == ("answer",)
     assert reward("p", "4", {"answer": 4}) == 1.0
     assert reward("p", "5", {"answer": "4", "other": 1}) == 0.0
     items = [("p", str(i), {"answer": 2}) for i in range(4)]
-    assert [r.reward for r in reward.evaluate_many(items)] == [0.0, 0.0, 1.0, 0.0]
-    assert [r.reward for r in resolve_reward(f"{file}:count").evaluate_many(items)] == [4.0] * 4, (
-        "one call"
-    )
+    assert rewards_of(reward.evaluate_many(items)) == [0.0, 0.0, 1.0, 0.0]
+    count = resolve_reward(f"{file}:count")
+    assert rewards_of(count.evaluate_many(items)) == [4.0] * 4, "one call"
     assert resolve_reward(f"{file}:scaled", scale=3.0)("", "", {}) == 3.0
     assert resolve_reward(f"{file}:scaled")("", "", {}) == 1.0
     assert resolve_reward(f"{file}:waits_in_lists")("", "", {}) == 1.0
     with pytest.raises(KeyError, match="takes the column 'answer', but the row has 'b'"):
         reward("p", "4", {"b": 1})
-    assert [r.reward for r in resolve_reward(f"{file}:wrong_count").evaluate_many(items[:2])] == [
-        1.0,
-        1.0,
-    ], "asked again one by one"
+    wrong = resolve_reward(f"{file}:wrong_count").evaluate_many(items[:2])
+    assert rewards_of(wrong) == [1.0, 1.0], "asked again one by one"
     two = resolve_reward(lambda completions, **kwargs: [1.0] * 2)
     failed, *scored = two.evaluate_many(items[:3])  # split into halves of 1 and 2 items
-    assert "returned 2 rewards for 1 answers" in str(failed)
-    assert [r.reward for r in scored] == [1.0, 1.0]
-    errors = resolve_reward(f"{file}:picky").evaluate_many(
-        [("", "2", {}), ("", "zero", {}), ("", "4", {})]
-    )
-    assert [getattr(e, "reward", type(e).__name__) for e in errors] == [0.5, "ValueError", 0.25], (
-        "one bad item costs itself alone"
-    )
+    assert "returned 2 rewards for 1 answers" in str(failed) and rewards_of(scored) == [1.0, 1.0]
+    picky = resolve_reward(f"{file}:picky")
+    results = picky.evaluate_many([("", text, {}) for text in ("2", "zero", "4")])
+    assert rewards_of(results) == [0.5, "ValueError", 0.25], "one bad item costs itself alone"
 
 
-def test_a_signature_that_cannot_be_called_is_found_when_it_is_named(file):
-    with pytest.raises(
-        UserError, match=r"takes \(prompt, response\).*\(prompt, response, meta\), or in TRL's form"
-    ):
-        resolve_reward(f"{file}:two")
-    cases = {
-        "def f(completions, trainer_state): ...": "requires trainer_state",
-        "def f(a, b, c, d): ...": "needs the setting 'd'",
-    }
-    for source, says in cases.items():
-        scope: dict = {}
-        exec(source, scope)
-        with pytest.raises(UserError, match=says):
-            resolve_reward(scope["f"])
+@pytest.mark.parametrize(("function", "says"), [
+    (lambda prompt, response: 1.0,
+     r"takes \(prompt, response\).*\(prompt, response, meta\), or in TRL's form"),
+    (lambda completions, trainer_state: 1.0, "requires trainer_state"),
+    (lambda a, b, c, d: 1.0, "needs the setting 'd'"),
+])  # fmt: skip
+def test_a_signature_that_cannot_be_called_is_found_when_it_is_named(function, says):
+    with pytest.raises(UserError, match=says):
+        resolve_reward(function)
 
 
 def test_conversations_reach_functions_of_lists_as_messages(file):
@@ -155,38 +146,31 @@ def test_conversations_reach_functions_of_lists_as_messages(file):
 
 
 def test_none_is_left_out_of_a_sum_and_the_failing_part_is_named(file):
+    def sum_of(*parts):
+        return resolve_reward("composite", weights=dict.fromkeys(parts, 1.0))
+
     both = resolve_reward("composite", weights={f"{file}:sometimes": 0.5, "exact_match": 1.0})
-    assert both.evaluate("", "y", {"answer": "y"}) == RewardResult(
-        2.0, {"sometimes": 2.0, "exact_match": 1.0, "correct": 1.0}
-    )
-    assert both.evaluate("", "x", {"answer": "x"}) == RewardResult(
-        1.0, {"exact_match": 1.0, "correct": 1.0}
-    )
+    parts = {"exact_match": 1.0, "correct": 1.0}
+    assert both.evaluate("", "y", {"answer": "y"}) == RewardResult(2.0, {"sometimes": 2.0, **parts})
+    assert both.evaluate("", "x", {"answer": "x"}) == RewardResult(1.0, parts)
     with pytest.raises(TypeError, match="NoneType.*--rewards adds up several"):
         resolve_reward(f"{file}:sometimes")("", "x", {})
-    listed = resolve_reward("composite", weights={f"{file}:by_list": 1.0, f"{file}:sometimes": 1.0})
+    listed = sum_of(f"{file}:by_list", f"{file}:sometimes")
     assert listed.batched and listed.columns == ("answer",)
-    assert [
-        r.reward for r in listed.evaluate_many([("", "2", {"answer": 2}), ("", "x", {"answer": 2})])
-    ] == [3.0, 0.0]
-    with Scorer(
-        resolve_reward("composite", weights={"exact_match": 1.0, f"{file}:breaks": 1.0}), workers=1
-    ) as scorer:
+    items = [("", "2", {"answer": 2}), ("", "x", {"answer": 2})]
+    assert rewards_of(listed.evaluate_many(items)) == [3.0, 0.0]
+    with Scorer(sum_of("exact_match", f"{file}:breaks"), workers=1) as scorer:
         (score,) = scorer.score_many([("", "a", {"answer": "a"})])
     assert "failed in its part" in score.error
     assert "mine.py:breaks', which raised KeyError: 'colour'" in score.error
     assert "mine.py:" in score.error.rpartition("(at ")[2], "and where"
     with pytest.raises(Exception, match="in its part .*mine.py:nan', which returned nan"):
-        resolve_reward("composite", weights={"exact_match": 1.0, f"{file}:nan": 1.0})(
-            "", "a", {"answer": "a"}
-        )
+        sum_of("exact_match", f"{file}:nan")("", "a", {"answer": "a"})
     with pytest.raises(Exception, match="all of its parts: each returned None"):
-        resolve_reward("composite", weights={f"{file}:sometimes": 1.0})("", "x", {})
+        sum_of(f"{file}:sometimes")("", "x", {})
 
 
 def test_coroutines_wait_together_in_one_worker(file):
-    import time
-
     with Scorer(f"{file}:waits", workers=1, timeout=5.0) as scorer:
         scorer.score_many([("", "0", {})])  # starts the worker
         begin = time.monotonic()
@@ -207,22 +191,21 @@ def check_spec(spec, rows=ROWS):
         return check_reward(scorer, rows)
 
 
-def test_a_reward_is_tried_on_rows_with_their_own_answers(file):
-    assert check_spec("exact_match") == [] and check_spec(f"{file}:by_list") == []
-    with pytest.raises(
-        UserError, match="takes the column 'gold', and the rows of sums have 'answer'"
-    ):
-        check_spec(f"{file}:needs_gold")
-    with pytest.raises(
-        UserError, match="(?s)tried on the reference answers of 6 rows of sums.*KeyError: 'colour'"
-    ):
-        check_spec(f"{file}:breaks")
-    assert check_spec(f"{file}:whole") == []
-    with pytest.raises(UserError, match="(?s)tried on the reference answers.*AttributeError"):
-        check_spec(f"{file}:whole_and_broken")
+def test_a_reward_is_tried_on_rows_with_their_own_answers(file, monkeypatch):
+    # a thread starts faster than the process in which a reward of a file runs
+    monkeypatch.setattr("rl.rewards.reward_scorer._select_place", lambda reward: "thread")
+    for reward in ("exact_match", f"{file}:by_list", f"{file}:whole"):
+        assert check_spec(reward) == []
     bare = [Problem(({"role": "user", "content": "a"},), {}, tag="bare")]
-    with pytest.raises(UserError, match="no expected answer"):
-        check_spec("exact_match", bare)
+    tried = "(?s)tried on the reference answers of 6 rows of sums.*"
+    for reward, rows, says in (
+        (f"{file}:needs_gold", ROWS, "takes the column 'gold', and the rows of sums have 'answer'"),
+        (f"{file}:breaks", ROWS, f"{tried}KeyError: 'colour'"),
+        (f"{file}:whole_and_broken", ROWS, f"{tried}AttributeError"),
+        ("exact_match", bare, "no expected answer"),
+    ):
+        with pytest.raises(UserError, match=says):
+            check_spec(reward, rows)
     (text,) = check_spec(f"{file}:picky", bare)  # a reward may refuse an empty answer
     assert "ValueError" in text and "left out of training" in text
     wrong = [Problem(row.messages, row.meta, response="the sum is 7", tag="sums") for row in ROWS]
@@ -248,11 +231,9 @@ def test_many_failures_are_an_alarm():
         return {"reward/failed": failed, "env/all/total_episodes": 90.0}
 
     alarms = AlarmMonitor()
-    assert [
-        alarms(row(failed))[0]["alarm/rewards_failing"] for failed in (0, 9, 9, 15, 0, 0, 0)
-    ] == [0, 0, 0, 1, 0, 0, 0]
+    rows = [row(failed) for failed in (0, 9, 9, 15, 0, 0, 0)]
+    assert [alarms(each)[0]["alarm/rewards_failing"] for each in rows] == [0, 0, 0, 1, 0, 0, 0]
     alarms = AlarmMonitor()
-    output = [text for _ in range(4) for text in alarms(row(30))[1]]
-    assert len(output) == 1
-    assert output[0].startswith("25% of the samples of 3 batches could not be scored")
-    assert "reward_timeout" in output[0]
+    (output,) = [text for _ in range(4) for text in alarms(row(30))[1]]
+    assert output.startswith("25% of the samples of 3 batches could not be scored")
+    assert "reward_timeout" in output

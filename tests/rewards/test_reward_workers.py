@@ -31,20 +31,15 @@ from rl.rewards import RewardResult
 def value(response): return float(response.split()[-1])
 
 def forks(prompt, response, meta=None):
+    kind = response.split()[0]
+    if kind == "below_python":
+        return -1000.0 if ctypes.CDLL(None).fork() == 0 else value(response)
     if os.fork() == 0:
+        if kind == "child_raises":
+            raise SystemExit(0)
         time.sleep(0.002 * (value(response) % 5))     # comes back early, or late into somebody else's turn
         return -1000.0 - value(response)
     time.sleep(0.002)
-    return value(response)
-
-def forks_below_python(prompt, response, meta=None):
-    if ctypes.CDLL(None).fork() == 0:
-        return -1000.0
-    return value(response)
-
-def child_raises(prompt, response, meta=None):
-    if os.fork() == 0:
-        raise SystemExit(0)
     return value(response)
 
 def everywhere(data):
@@ -74,13 +69,12 @@ def prints(prompt, response, meta=None):
     os.write(2, b"also \\x1b[2J here\\n")
     return value(response)
 
-def raises(prompt, response, meta=None):
-    raise ValueError("\\x1b[31m\\ud800 " + "long " * 2_000_000)
-
 class Unspeakable(Exception):
     def __str__(self): raise RuntimeError("no")
 
-def unspeakable(prompt, response, meta=None): raise Unspeakable
+def raises(prompt, response, meta=None):
+    if response.startswith("unspeakable"): raise Unspeakable
+    raise ValueError("\\x1b[31m\\ud800 " + "long " * 2_000_000)
 
 def metrics(prompt, response, meta=None):
     if response.startswith("many"): return RewardResult(1.0, {f"name {i} " + "x" * 200: 1.0 for i in range(6000)})
@@ -125,12 +119,12 @@ def items(words) -> list:
     return [(f"ask {i}", f"{word} {i}", None) for i, word in enumerate(words)]
 
 
-@pytest.mark.parametrize("name", ["forks", "forks_below_python", "child_raises"])
-def test_a_reward_that_forks_gets_its_own_reward(bomb_file, name):
-    with Scorer(f"hostile:{name}", timeout=20, workers=2) as scorer:
-        scores = scorer.score_many(items(["n"] * 64))
-        again = scorer.score_many(items(["n"] * 64))  # would show late replies
-    assert [score.reward for score in scores + again] == [float(i) for i in range(64)] * 2
+def test_a_reward_that_forks_gets_its_own_reward(bomb_file):
+    words = ["comes_back", "below_python", "child_raises"] * 30
+    with Scorer("hostile:forks", timeout=20, workers=2) as scorer:
+        scores = scorer.score_many(items(words))
+        again = scorer.score_many(items(words))  # would show late replies
+    assert [score.reward for score in scores + again] == [float(i) for i in range(90)] * 2
 
 
 def test_what_is_no_reply_fails_its_item_by_name_and_is_not_run(bomb_file):
@@ -147,36 +141,21 @@ def test_what_is_no_reply_fails_its_item_by_name_and_is_not_run(bomb_file):
     assert not bomb_file.exists()
 
 
-def test_an_error_text_is_bounded_and_plain(bomb_file):
-    with Scorer("hostile:raises", timeout=20, workers=1) as scorer:
-        (score,) = scorer.score_many(items(["n"]))
-    assert score.failure == "error" and "ValueError" in score.error and "hostile.py:" in score.error
-    assert len(score.error) < 4000 and "\x1b" not in score.error
-    score.error.encode("utf-8")  # no half of a surrogate pair
-
-
 @pytest.mark.parametrize("place", ["process", "thread"])
-def test_an_exception_whose_text_cannot_be_had_is_named(bomb_file, place):
+def test_an_error_text_is_bounded_and_plain(bomb_file, place):
     import hostile
 
-    reward = (
-        "hostile:unspeakable"
-        if place == "process"
-        else lambda prompt, response, meta: hostile.unspeakable(prompt, response)
-    )
+    def closure(prompt, response, meta):
+        return hostile.raises(prompt, response)
+
+    reward = closure if place == "thread" else "hostile:raises"
     with Scorer(reward, timeout=20, workers=1) as scorer:
         assert scorer.place == place
-        (score,) = scorer.score_many(items(["n"]))
-    assert score.failure == "error" and "Unspeakable" in score.error
-
-
-def test_a_closures_error_is_bounded_and_plain_too():
-    def closure(prompt, response, meta):
-        raise ValueError("\x1b[31m\ud800 " + "long " * 1_000_000)
-
-    with Scorer(closure, timeout=20) as scorer:
-        (score,) = scorer.score_many([("ask", "n", None)])
-    assert len(score.error) < 4000 and "\x1b" not in score.error and score.error.encode("utf-8")
+        long, unspeakable = scorer.score_many(items(["long", "unspeakable"]))
+    assert long.failure == unspeakable.failure == "error" and "Unspeakable" in unspeakable.error
+    assert "ValueError" in long.error and "hostile.py:" in long.error
+    assert len(long.error) < 4000 and "\x1b" not in long.error
+    long.error.encode("utf-8")  # no half of a surrogate pair
 
 
 def test_a_closures_metrics_are_bounded_and_plain_too():

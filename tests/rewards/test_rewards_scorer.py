@@ -64,21 +64,14 @@ def wait_until_dead(pid: int, seconds: float = 10.0) -> bool:
     return not alive(pid)
 
 
-@pytest.mark.parametrize("as_file", [False, True])
-def test_bad_items_cost_only_themselves_and_are_named_and_counted(module, as_file):
-    spec = f"{module}:misbehave" if as_file else "misbehaving:misbehave"
+def test_bad_items_cost_only_themselves_and_are_named_and_counted(module):
     bad = ["raise", "nan", "none", "text", "exit", "die", "segfault", "hang", "spin"]
     responses = [text for index, word in enumerate(bad) for text in (str(index), word)] + ["9"]
     begin = time.monotonic()
-    with Scorer(spec, timeout=0.5, workers=1) as scorer:
+    with Scorer("misbehaving:misbehave", timeout=0.5, workers=1) as scorer:
         assert scorer.place == "process"
-        scores = dict(
-            zip(
-                responses,
-                scorer.score_many([(f"ask {text}", text, None) for text in responses]),
-                strict=True,
-            )
-        )
+        results = scorer.score_many([(f"ask {text}", text, None) for text in responses])
+    scores = dict(zip(responses, results, strict=True))
     assert time.monotonic() - begin < 15  # four restarts and two time limits of half a second
     assert [scores[str(i)].reward for i in range(10)] == list(range(10))
     assert [scores[word].failure for word in bad] == [
@@ -96,15 +89,15 @@ def test_bad_items_cost_only_themselves_and_are_named_and_counted(module, as_fil
 
 def test_a_reward_that_loses_its_worker_at_every_answer_does_not_flood_the_log(module, caplog):
     with Scorer("misbehaving:misbehave", timeout=10, workers=1) as scorer:
-        scores = scorer.score_many([("ask", "die", None)] * 12)
-    assert scorer.counts["deaths"] == 12 and all(score.failure == "death" for score in scores)
+        scores = scorer.score_many([("ask", "die", None)] * 10)
+    assert scorer.counts["deaths"] == 10 and all(score.failure == "death" for score in scores)
     text = [record.getMessage() for record in caplog.records]
     assert len(text) == 2 and "exit code 7" in text[0] and "(10 answers so far)" in text[1], text
 
 
 def test_the_limit_runs_from_an_items_start_not_from_its_submission(module):
-    # 8 items of 0.3 s on a single worker take 2.4 s in total, twice the limit of each item
-    with Scorer(resolve_reward("misbehaving:Deaf", seconds=0.3), timeout=1.2, workers=1) as scorer:
+    # 8 items of 0.2 s on a single worker take 1.6 s in total, twice the limit of each item
+    with Scorer(resolve_reward("misbehaving:Deaf", seconds=0.2), timeout=0.8, workers=1) as scorer:
         scores = scorer.score_many([("", "", None)] * 8)
     assert [score.reward for score in scores] == [1.0] * 8
 
@@ -146,8 +139,8 @@ def test_of_quick_answers_in_a_message_a_bad_one_costs_only_itself(module, messa
 
 def test_a_message_holds_one_answer_of_a_slow_reward(message_sizes, module):
     with Scorer(resolve_reward("misbehaving:Deaf", seconds=0.06), timeout=5.0, workers=4) as scorer:
-        scorer.score_many([("", "", None)] * 100)
-    assert message_sizes == [1] * 100
+        scorer.score_many([("", "", None)] * 40)
+    assert message_sizes == [1] * 40
 
 
 def test_waiting_answers_are_shared_among_idle_workers(message_sizes, module):
@@ -163,11 +156,11 @@ def test_waiting_answers_are_shared_among_idle_workers(message_sizes, module):
 
 
 def test_workers_run_at_the_same_time(module):
-    with Scorer(resolve_reward("misbehaving:Deaf", seconds=1.0), workers=4) as scorer:
+    with Scorer(resolve_reward("misbehaving:Deaf", seconds=0.3), workers=4) as scorer:
         scorer.score_many([("", "", None)] * 8)  # starts the workers
         begin = time.monotonic()
         scorer.score_many([("", "", None)] * 8)
-        assert time.monotonic() - begin < 6.0  # sequentially: 8 s
+        assert time.monotonic() - begin < 2.0  # sequentially: 2.4 s
 
 
 def test_signals_that_stop_a_run_do_not_cost_it_its_rewards(module):
@@ -191,14 +184,6 @@ def test_a_worker_that_ends_while_it_is_idle_costs_no_item(module):
         assert second.reward not in (None, first.reward) and scorer.counts["deaths"] == 0
 
 
-def test_a_killed_reward_takes_its_own_children_along(module, tmp_path):
-    pid_file = tmp_path / "child.pid"
-    with Scorer("misbehaving:misbehave", timeout=1.0, workers=1) as scorer:
-        score = scorer.submit("", "child", {"file": str(pid_file)}).result()
-    assert score.failure == "timeout"
-    assert wait_until_dead(int(pid_file.read_text()))
-
-
 def test_close_ends_the_workers_at_once_even_while_one_hangs(module):
     scorer = Scorer("misbehaving:misbehave", timeout=1000, workers=1)
     pid = int(scorer.submit("", "pid", None).result().reward)
@@ -215,27 +200,24 @@ def test_close_ends_the_workers_at_once_even_while_one_hangs(module):
 
 
 SCRIPT = """
-import os, sys, time
+import sys, time
 from rl.rewards import Scorer
 open(sys.argv[1], "a").write("x")            # no `if __name__ == "__main__"`: a worker that ran this again would add to it
 scorer = Scorer("misbehaving:misbehave", timeout=1000, workers=1)
 print(int(scorer.submit("", "pid", None).result().reward), flush=True)
-scorer.submit("", sys.argv[2], None)
-if sys.argv[3] == "wait": time.sleep(1000)
+scorer.submit("", "spin", None)
+if sys.argv[2] == "wait": time.sleep(1000)
 time.sleep(0.5)
 """
 
 
-@pytest.mark.parametrize("last", ["1", "spin"])
 @pytest.mark.parametrize("ending", ["exit", "kill"])
-def test_no_worker_outlives_its_owner_and_the_script_is_not_run_again(
-    module, tmp_path, last, ending
-):
+def test_no_worker_outlives_its_owner_and_the_script_is_not_run_again(module, tmp_path, ending):
     script, trace = tmp_path / "script.py", tmp_path / "trace"
     script.write_text(textwrap.dedent(SCRIPT))
     path = os.pathsep.join([str(Path(__file__).parents[2]), str(tmp_path)])
     owner = subprocess.Popen(
-        [sys.executable, str(script), str(trace), last, "wait" if ending == "kill" else "go"],
+        [sys.executable, str(script), str(trace), "wait" if ending == "kill" else "go"],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     pid = int(owner.stdout.readline())

@@ -62,20 +62,13 @@ _OFTEN = ("os._exit(0)", "raises SystemExit", "closes its descriptors")
 
 
 def _dying() -> list[CheatingProgram]:
-    results = []
-    for style, tests in STYLES.items():
-        for name, death in DEATHS.items():
-            if style in ("pytest", "asserts", "calls") or name in _OFTEN:
-                results.append(
-                    CheatingProgram(
-                        15,
-                        f"{name} ({style})",
-                        f"def f(n):\n    if n == 0: return 1\n    {death}\n    return 0\n",
-                        tests,
-                        0.1,
-                    )
-                )
-    return results
+    program = "def f(n):\n    if n == 0: return 1\n    {}\n    return 0\n"
+    return [
+        CheatingProgram(15, f"{name} ({style})", program.format(death), tests, 0.1)
+        for style, tests in STYLES.items()
+        for name, death in DEATHS.items()
+        if style in ("pytest", "asserts", "calls") or name in _OFTEN
+    ]
 
 
 # ----------------------------------------------------------------------------- 16: replaced helpers
@@ -138,25 +131,18 @@ def _replacing() -> list[CheatingProgram]:
     results = []
     for number, (head, name, check) in HEADS.items():
         tests = Asserts(extract_helpers(head, name), [check], name)
-        results += [
-            CheatingProgram(16, f"HumanEval/{number}, {i}", f"{head}    pass\n{text}", tests)
-            for i, text in enumerate(REPLACED[number])
-        ]
-    results += [
-        CheatingProgram(16, f"a star import: {name}", text, Pytest({"test_it.py": _STAR}))
-        for name, text in STARS.items()
-    ]
-    other = {
-        "test_it.py": _STAR.replace(
-            "import math, pytest\nfrom solution import *",
-            "from solution import *; import math, pytest",
-        )
-    }
-    results += [
-        CheatingProgram(16, f"a star import first: {name}", text, Pytest(other))
-        for name, text in STARS.items()
-        if name in _FIRST
-    ]
+        for i, text in enumerate(REPLACED[number]):
+            named = f"HumanEval/{number}, {i}"
+            results.append(CheatingProgram(16, named, f"{head}    pass\n{text}", tests))
+    imports = "import math, pytest", "from solution import *"
+    first = _STAR.replace("\n".join(imports), "; ".join(reversed(imports)))
+    assert first != _STAR
+    for name, text in STARS.items():
+        tests = Pytest({"test_it.py": _STAR})
+        results.append(CheatingProgram(16, f"a star import: {name}", text, tests))
+        if name in _FIRST:
+            tests = Pytest({"test_it.py": first})
+            results.append(CheatingProgram(16, f"a star import first: {name}", text, tests))
     return results
 
 
@@ -200,25 +186,15 @@ ALMOST: list[tuple[str, str, object]] = [
 
 
 def _almost() -> list[CheatingProgram]:
-    results = [
-        CheatingProgram(
-            17,
-            f"{compare}: {code} for {str(expected)[:30]!r}",
-            f"def f(): return {code}",
-            Calls("f", [([], expected)], compare),
-        )
-        for compare, code, expected in ALMOST
-    ]
+    results = []
     for compare, code, expected in ALMOST:
+        name = f"{compare}: {code} for {str(expected)[:30]!r}"
+        calls = Calls("f", [([], expected)], compare)
+        results.append(CheatingProgram(17, name, f"def f(): return {code}", calls))
         if isinstance(expected, str):
-            results.append(
-                CheatingProgram(
-                    17,
-                    f"{compare}, printed: {code}",
-                    f"print({code})",
-                    StdinStdoutTests([("", expected)], compare),
-                )
-            )
+            tests = StdinStdoutTests([("", expected)], compare)
+            name = f"{compare}, printed: {code}"
+            results.append(CheatingProgram(17, name, f"print({code})", tests))
     return results
 
 

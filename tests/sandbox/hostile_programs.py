@@ -264,8 +264,6 @@ BENIGN = [
             "def f(n): return n * n + 1 + g(10**5) - 10**5", "asserts"),
     HostileProgram(0, "threads", "import threading\ndef f(n):\n    r = []\n    t = [threading.Thread(target=r.append, args=(n * n,)) for _ in range(8)]\n"
             "    [x.start() for x in t]\n    [x.join() for x in t]\n    return r[0] + 1", "calls"),
-    HostileProgram(0, "a pool of threads", "from concurrent.futures import ThreadPoolExecutor\ndef f(n):\n    with ThreadPoolExecutor(4) as p:\n"
-            "        return sum(p.map(lambda x: x, [n * n, 1]))", "asserts"),
     HostileProgram(0, "subprocess", "import subprocess, sys\ndef f(n):\n    return int(subprocess.run([sys.executable, '-c', f'print({n}*{n}+1)'],\n"
             "        capture_output=True, text=True).stdout)", "calls"),
     HostileProgram(0, "multiprocessing", "import multiprocessing as mp\ndef f(n):\n    r, w = mp.Pipe(False)\n"
@@ -273,28 +271,16 @@ BENIGN = [
     HostileProgram(0, "files in its folder", "def f(n):\n    with open('x.txt', 'w') as o: o.write(str(n * n + 1))\n    return int(open('x.txt').read())", "asserts"),
     HostileProgram(0, "tempfile", "import tempfile\ndef f(n):\n    with tempfile.TemporaryFile('w+') as o:\n        o.write(str(n * n + 1))\n"
             "        o.seek(0)\n        return int(o.read())", "asserts"),
-    HostileProgram(0, "asyncio", "import asyncio\nasync def g(n):\n    await asyncio.sleep(0)\n    return n * n + 1\ndef f(n): return asyncio.run(g(n))", "asserts"),
-    HostileProgram(0, "a main guard", _G + "if __name__ == '__main__':\n    print(f(int(input())))", "asserts"),
-    HostileProgram(0, "a main guard", _G + "if __name__ == '__main__':\n    print(f(int(input())))", "dialogue"),
-    HostileProgram(0, "a class Solution", "class Solution:\n    def f(self, n):\n        return n * n + 1", "calls"),
-    HostileProgram(0, "prints on the way", "def f(n):\n    print('working', n)\n    return n * n + 1", "asserts"),
-    HostileProgram(0, "a dataclass and types", "from dataclasses import dataclass\nfrom typing import Optional\n@dataclass\nclass P:\n    n: int\n"
-            "    m: Optional[int] = None\ndef f(n): return P(n).n ** 2 + 1", "asserts"),
     HostileProgram(0, "numbers of other kinds", "from fractions import Fraction\ndef f(n): return int(Fraction(n) ** 2 + 1)", "calls"),
     HostileProgram(0, "a subclass of int", "class I(int): pass\ndef f(n): return I(n * n + 1)", "asserts"),
-    HostileProgram(0, "lru_cache", "import functools\n@functools.lru_cache(None)\ndef f(n): return n * n + 1", "asserts"),
     HostileProgram(0, "much output but right", "import sys\nn = int(input())\nsys.stderr.write('x' * 500000)\nprint(n * n + 1)", "dialogue"),
     HostileProgram(0, "trailing spaces", "n = int(input())\nprint(n * n + 1, '  ')\nprint()", "dialogue"),
-    HostileProgram(0, "sys.stdin.read", "import sys\nn = int(sys.stdin.read())\nsys.stdout.write(str(n * n + 1))", "dialogue"),
     HostileProgram(0, "sys.stdin lines", "import sys\nfor line in sys.stdin:\n    print(int(line) ** 2 + 1)", "dialogue"),
     HostileProgram(0, "sys.stdin.buffer", "import sys\ninput = sys.stdin.buffer.readline\nprint(int(input()) ** 2 + 1)", "dialogue"),
     HostileProgram(0, "open(0)", "print(int(open(0).read()) ** 2 + 1)", "dialogue"),
     HostileProgram(0, "os.read", "import os\nprint(int(os.read(0, 100)) ** 2 + 1)", "dialogue"),
     HostileProgram(0, "fileinput", "import fileinput\nfor line in fileinput.input():\n    print(int(line) ** 2 + 1)", "dialogue"),
-    HostileProgram(0, "ends with sys.exit", "import sys\nprint(int(input()) ** 2 + 1)\nsys.exit(0)", "dialogue"),
     HostileProgram(0, "no newline at the end", "print(int(input()) ** 2 + 1, end='')", "dialogue"),
-    HostileProgram(0, "a big stack for a thread", "import threading, sys\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
-            "def main(): print(int(input()) ** 2 + 1)\nt = threading.Thread(target=main)\nt.start()\nt.join()", "dialogue"),
     HostileProgram(0, "atexit prints", "import atexit\natexit.register(lambda: print(int(input()) ** 2 + 1))", "dialogue"),
     HostileProgram(0, "input with a prompt on stderr", "import sys\nprint('n?', file=sys.stderr)\nprint(int(input()) ** 2 + 1)", "dialogue"),
     *[HostileProgram(0, *program) for program in hostile_replies.HONEST],

@@ -89,14 +89,9 @@ HONEST = [
     ("the length of a range", "def f(n): return len(range(n * n + 1))", "calls"),
     ("a nested result taken apart", "def g(n): return ((n, (n, (1,))),)\n"
      "def f(n):\n    ((a, (b, (c,))),) = g(n)\n    return a * b + c", "asserts"),
-    ("an object that is called", "class F:\n    def __call__(self, n): return n * n + 1\nf = F()", "asserts"),
-    ("a partial", "import functools\ndef g(a, n): return n * n + a\nf = functools.partial(g, 1)", "asserts"),
-    ("a lambda", "f = lambda n: n * n + 1", "calls"),
     ("json and os in use", "import json, os\n"
      "def f(n): return json.loads(json.dumps({'n': n * n + 1}))['n'] + 0 * len(os.listdir('.'))", "calls"),
     ("a class that compares", "class N:\n    def __init__(s, n): s.n = n\n    def __eq__(s, o): return s.n == o.n\n    __hash__ = None\n"
      "def f(n):\n    assert N(n) == N(n)\n    return n * n + 1", "asserts"),
     ("a guard against what cannot be", "def f(n):\n    if not isinstance(n, int): raise TypeError(n)\n    return n * n + 1", "pytest"),
-    ("a docstring and types", '"""Squares."""\nfrom typing import List\n'
-     'def f(n: int) -> int:\n    """One more."""\n    return n * n + 1', "pytest"),
 ]  # fmt: skip

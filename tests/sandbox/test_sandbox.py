@@ -20,6 +20,7 @@ from rl.errors import UserError
 from rl.processes import find_descendants
 from rl.sandbox import COMPARERS, Asserts, Calls, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
 from rl.sandbox.inside import value_codec
+from rl.sandbox.program_language import find_command
 from rl.sandbox.zygote_launch import Zygote, suggest_remedy
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
@@ -37,39 +38,24 @@ def sandbox():
 
 
 def test_a_run_tells_how_it_ended(sandbox):
-    run = sandbox.run(
-        "import sys\nprint(input()[::-1])\nprint('e', file=sys.stderr)\nsys.exit(3)", stdin="abc"
-    )
-    assert (run.stdout, run.stderr, run.returncode, run.ended_by, run.ok) == (
-        "cba\n",
-        "e\n",
-        3,
-        "",
-        False,
-    )
-    assert (
-        sandbox.run("print(open('a/b.txt', newline='').read())", files={"a/b.txt": "é\r\n"}).stdout
-        == "é\r\n\n"
-    )
-    assert (
-        sandbox.run("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)").signal
-        == signal.SIGSEGV
-    )
+    program = "import sys\nprint(input()[::-1])\nprint('e', file=sys.stderr)\nsys.exit(3)"
+    run = sandbox.run(program, stdin="abc")
+    assert (run.stdout, run.stderr, run.returncode) == ("cba\n", "e\n", 3)
+    assert run.ended_by == "" and not run.ok
+    program = "print(open('a/b.txt', newline='').read())"
+    assert sandbox.run(program, files={"a/b.txt": "é\r\n"}).stdout == "é\r\n\n"
+    program = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)"
+    assert sandbox.run(program).signal == signal.SIGSEGV
     assert "ZeroDivisionError" in sandbox.run("1/0").stderr
 
 
-@pytest.mark.parametrize(
-    ("program", "by"),
-    [
-        ("import time\ntime.sleep(60)", "timeout"),
-        ("while True: pass", "cpu"),
-        ("import os\nwhile True: os.write(1, b'x' * 65536)", "output"),
-        (
-            "import os, time\nfor _ in range(3): os.fork()\nx = b'x' * (40 << 20)\ntime.sleep(60)",
-            "memory",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("program", "by"), [
+    ("import time\ntime.sleep(60)", "timeout"),
+    ("while True: pass", "cpu"),
+    ("import os\nwhile True: os.write(1, b'x' * 65536)", "output"),
+    ("import os, time\nfor _ in range(3): os.fork()\nx = b'x' * (40 << 20)\ntime.sleep(60)",
+     "memory"),
+])  # fmt: skip
 def test_limits_end_a_run(sandbox, program, by):
     limits = SandboxLimits(
         wall_s=1.5 if by == "timeout" else 20, cpu_s=0.5, memory_mb=128, processes=16, output_kb=64
@@ -79,17 +65,15 @@ def test_limits_end_a_run(sandbox, program, by):
     assert run.timed_out == (by == "timeout")
 
 
-def test_limits_that_a_program_meets_itself(sandbox):
+@pytest.mark.parametrize(("program", "error"), [
+    ("x = b'x' * (400 << 20)", "MemoryError"),
+    ("open('x', 'wb').write(b'x' * (3 << 20))", "OSError"),
+    ("for i in range(20): open(str(i), 'w')", "No space"),
+    ("import os, time\nfor i in range(9):\n  if not os.fork(): time.sleep(9)", "BlockingIOError"),
+])  # fmt: skip
+def test_limits_that_a_program_meets_itself(sandbox, program, error):
     limits = SandboxLimits(wall_s=20, memory_mb=64, file_mb=2, files=10, processes=4)
-    assert "MemoryError" in sandbox.run("x = b'x' * (400 << 20)", limits=limits).stderr
-    assert "OSError" in sandbox.run("open('x', 'wb').write(b'x' * (3 << 20))", limits=limits).stderr
-    assert "No space" in sandbox.run("for i in range(20): open(str(i), 'w')", limits=limits).stderr
-    assert (
-        "BlockingIOError"
-        in sandbox.run(
-            "import os, time\nfor i in range(9):\n  if not os.fork(): time.sleep(9)", limits=limits
-        ).stderr
-    )
+    assert error in sandbox.run(program, limits=limits).stderr
 
 
 @pytest.mark.parametrize(
@@ -101,21 +85,19 @@ def test_limits_are_positive_numbers(wrong):
 
 
 def test_what_a_caller_gets_wrong(sandbox):
-    with pytest.raises(UserError, match="cobol"):
-        sandbox.run("x", language="cobol")
-    with pytest.raises(UserError, match="within its folder"):
-        sandbox.run("x", files={"../x": ""})
-    with pytest.raises(UserError, match="compare='excat'"):
-        Calls("f", [], compare="excat")
-    with pytest.raises(UserError, match="auto, bubblewrap"):
-        Sandbox("jail")
-    with pytest.raises(UserError, match="no isolation layers"):
-        Sandbox(without=["roof"])
     closed = Sandbox(workers=1)
     closed.close()
     closed.close()
-    with pytest.raises(UserError, match="closed"):
-        closed.run("pass")
+    for call, says in (
+        (lambda: sandbox.run("x", language="cobol"), "cobol"),
+        (lambda: sandbox.run("x", files={"../x": ""}), "within its folder"),
+        (lambda: Calls("f", [], compare="excat"), "compare='excat'"),
+        (lambda: Sandbox("jail"), "auto, bubblewrap"),
+        (lambda: Sandbox(without=["roof"]), "no isolation layers"),
+        (lambda: closed.run("pass"), "closed"),
+    ):
+        with pytest.raises(UserError, match=says):
+            call()
 
 
 # ------------------------------------------------------------------------------------------- grades
@@ -134,29 +116,20 @@ def test_asserts_one_verdict_each(sandbox):
 
 def test_a_test_that_ends_the_program_fails_alone(sandbox):
     program = "import os\ndef f(x):\n    if x == 1: os._exit(0)\n    if x == 2:\n        while True: pass\n    return x"
-    limits = SandboxLimits(wall_s=1.0, cpu_s=5)
-    grade = sandbox.grade(
-        program, Asserts("", [f"assert f({i}) == {i}" for i in range(4)]), limits=limits
-    )
-    assert grade.passed == [True, False, False, True]
-    assert [reason.split(":")[0] for reason in grade.reasons] == ["ok", "exit", "timeout", "ok"]
-    grade = sandbox.grade(program, Calls("f", [([i], i) for i in range(4)]), limits=limits)
-    assert grade.passed == [True, False, False, True]
+    asserts = Asserts("", [f"assert f({i}) == {i}" for i in range(4)])
+    for tests in (asserts, Calls("f", [([i], i) for i in range(4)])):
+        grade = sandbox.grade(program, tests, limits=SandboxLimits(wall_s=0.7, cpu_s=5))
+        assert grade.passed == [True, False, False, True]
+        ends = [reason.split(":")[0] for reason in grade.reasons]
+        assert ends == ["ok", "exit", "timeout", "ok"]
 
 
 def test_early_stop_skips_the_rest(sandbox):
-    grade = sandbox.grade(
-        "def f(x): return 1",
-        Asserts("", [f"assert f({i}) == {i}" for i in (1, 2, 3)]),
-        early_stop=True,
-    )
+    asserts = Asserts("", [f"assert f({i}) == {i}" for i in (1, 2, 3)])
+    grade = sandbox.grade("def f(x): return 1", asserts, early_stop=True)
     assert grade.passed == [True, False, False] and grade.reasons[2] == "skipped"
-    assert (
-        sandbox.grade(
-            "print(1)", StdinStdoutTests([("", "2"), ("", "1")]), early_stop=True
-        ).reasons[1]
-        == "skipped"
-    )
+    tests = StdinStdoutTests([("", "2"), ("", "1")])
+    assert sandbox.grade("print(1)", tests, early_stop=True).reasons[1] == "skipped"
 
 
 def test_tests_reach_the_programs_objects_and_functions_go_both_ways(sandbox):
@@ -210,44 +183,23 @@ class V:
     assert grade.passed == [True] * len(right) + [False] * len(wrong), grade.reasons
 
 
-def test_humaneval_texts_are_called_with_the_entry_point(sandbox):
-    text = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 3\n    assert candidate(0) == 1\n"
-    assert sandbox.grade("def inc(x): return x + 1", Asserts("", [text], "inc")).all
-    assert not sandbox.grade("def inc(x): return 3", Asserts("", [text], "inc")).all
-    assert not sandbox.grade("def inc(x): pass", Asserts("", [text], "inc")).all
+@pytest.mark.parametrize(("returned", "expected", "compare"), [
+    ("0.1 + 0.2", 0.3, "floats"),
+    ("[3, 1]", [1, 3], "sets"),
+    ("9", 3, lambda value, expected: value == expected**2),
+])  # fmt: skip
+def test_calls_compare_plain_values(sandbox, returned, expected, compare):
+    assert sandbox.grade(f"def f(): return {returned}", Calls("f", [([], expected)], compare)).all
 
 
-def test_a_helper_of_the_setup_is_the_tests_own_and_the_entry_point_the_programs(sandbox):
-    prompt = (
-        "def poly(xs, x): return sum(c * x**i for i, c in enumerate(xs))\ndef root(xs):\n    pass\n"
-    )
-    tests = Asserts(
-        prompt,
-        ["def check(candidate):\n    assert abs(poly([2, 1], candidate([2, 1]))) < 1e-6\n"],
-        "root",
-    )
-    assert sandbox.grade("def root(xs): return -xs[0] / xs[1]", tests).all
-    assert not sandbox.grade("def root(xs): return 5\ndef poly(xs, x): return 0", tests).all
-
-
-def test_calls_compare_plain_values(sandbox):
-    program = "class Solution:\n    def f(self, a, b=1): return {'k': [a, b]}\nclass B:\n    def g(self): return B()"
-    assert sandbox.grade(
-        program, Calls("f", [([1], {"k": [1, 1]}), ({"a": 2, "b": 3}, {"k": [2, 3]})])
-    ).all
+def test_calls_take_arguments_by_name_and_methods_of_a_solution(sandbox):
+    program = "class Solution:\n    def f(self, a, b=1): return {'k': [a, b]}\n"
+    cases = [([1], {"k": [1, 1]}), ({"a": 2, "b": 3}, {"k": [2, 3]})]
+    assert sandbox.grade(program, Calls("f", cases)).all
+    program = "class B:\n    def g(self): return B()"
     assert not sandbox.grade(program, Calls("B.g", [([], "B")])).all
-    assert sandbox.grade("def f(): return 0.1 + 0.2", Calls("f", [([], 0.3)], compare="floats")).all
-    assert sandbox.grade("def f(): return [3, 1]", Calls("f", [([], [1, 3])], compare="sets")).all
-    assert sandbox.grade(
-        "def f(): return 9",
-        Calls("f", [([], 3)], compare=lambda value, expected: value == expected**2),
-    ).all
-    assert (
-        "comparer"
-        in sandbox.grade(
-            "def f(): return 9", Calls("f", [([], None)], compare=lambda a, b: a < b)
-        ).reasons[0]
-    )
+    broken = Calls("f", [([], None)], compare=lambda a, b: a < b)
+    assert "comparer" in sandbox.grade("def f(): return 9", broken).reasons[0]
 
 
 SPEND = (
@@ -258,14 +210,14 @@ SPEND = (
 
 @pytest.mark.parametrize("style", ["asserts", "calls", "session", "pytest"])
 def test_cpu_time_is_counted_for_each_call_assert_and_turn(sandbox, style):
-    """Spend 0.5 s in each of four calls, then more than the limit of 1 s in the last one."""
+    """Spend 0.5 s in each of three calls, then more than the limit of 1 s in the last one."""
     limits = SandboxLimits(wall_s=20, cpu_s=1, total_s=60)
-    seconds = (0.5, 0.5, 0.5, 0.5, 30)
+    seconds = (0.5, 0.5, 0.5, 30)
     if style == "session":
         with sandbox.session(limits=limits) as python:
             python.run(SPEND)
             ends = [python.run(f"spend({spent})").ended_by for spent in seconds]
-        assert ends == ["", "", "", "", "cpu"]
+        assert ends == ["", "", "", "cpu"]
         return
     asserts = [f"assert spend({spent}) == 1" for spent in seconds]
     functions = "".join(f"\ndef test_{i}(): {text}" for i, text in enumerate(asserts))
@@ -275,24 +227,24 @@ def test_cpu_time_is_counted_for_each_call_assert_and_turn(sandbox, style):
         "pytest": Pytest({"test_a.py": f"from solution import spend{functions}"}),
     }[style]
     grade = sandbox.grade(SPEND, tests, limits=limits)
-    assert grade.passed == [True] * 4 + [False] and grade.reasons[4].startswith("cpu"), grade
+    assert grade.passed == [True] * 3 + [False] and grade.reasons[3].startswith("cpu"), grade
 
 
 @pytest.mark.parametrize("style", ["dialogues", "calls"])
 def test_the_last_test_ends_with_the_time_of_all_tests(sandbox, style):
     body = "import time\n    if x == '2': time.sleep(30)"
-    program, tests = (
-        (f"def f(x):\n    {body}\n    return x", Calls("f", [(["1"], "1"), (["2"], "2")]))
-        if style == "calls"
-        else (
-            f"x = input()\nif True:\n    {body}\nprint(x)",
-            StdinStdoutTests([("1", "1"), ("2", "2")]),
+    if style == "calls":
+        program, tests = (
+            f"def f(x):\n    {body}\n    return x",
+            Calls("f", [(["1"], "1"), (["2"], "2")]),
         )
-    )
+    else:
+        program = f"x = input()\nif True:\n    {body}\nprint(x)"
+        tests = StdinStdoutTests([("1", "1"), ("2", "2")])
     start = time.monotonic()
-    grade = sandbox.grade(program, tests, limits=SandboxLimits(wall_s=12, total_s=3))
+    grade = sandbox.grade(program, tests, limits=SandboxLimits(wall_s=8, total_s=1.5))
     assert grade.passed == [True, False] and "all tests together" in grade.reasons[1]
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 6
 
 
 def test_a_slot_is_free_again_after_a_callers_mistake():
@@ -309,16 +261,11 @@ def test_pytest_files(sandbox):
              "    with pytest.raises(E):\n        f(-1)\n\n"
              "def test_wrong():\n    assert f(3) == 4\n"}  # fmt: skip
     program = "class E(Exception): pass\ndef f(n):\n    if n < 0: raise E\n    return n"
-    grade = sandbox.grade(program, Pytest(files), limits=SandboxLimits(wall_s=30, total_s=60))
+    limits = SandboxLimits(wall_s=30, total_s=60)
+    grade = sandbox.grade(program, Pytest(files), limits=limits)
     assert grade.passed == [True, True, True, False] and "assert 3 == 4" in grade.reasons[3]
-    assert (
-        sandbox.grade(
-            program,
-            Pytest({"test_b.py": "import nothing_such"}),
-            limits=SandboxLimits(wall_s=30, total_s=60),
-        ).passed[0]
-        is False
-    )
+    missing = Pytest({"test_b.py": "import nothing_such"})
+    assert sandbox.grade(program, missing, limits=limits).passed[0] is False
 
 
 def test_pytest_files_without_namespaces(monkeypatch, tmp_path):
@@ -344,40 +291,25 @@ def test_pytest_files_need_pytest(sandbox, monkeypatch):
         sandbox.grade("", Pytest({"test_a.py": "def test_a(): pass"}))
 
 
-@pytest.mark.parametrize(
-    ("language", "program"),
-    [
-        ("python", "print(int(input()) + 1)"),
-        (
-            "c++",
-            "#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n + 1 << std::endl; }",
-        ),
-        ("bash", "read n; echo $((n + 1))"),
-        ("javascript", "console.log(parseInt(require('fs').readFileSync(0, 'utf8')) + 1)"),
-    ],
-)
-def test_languages(sandbox, language, program):
-    from rl.sandbox.program_language import find_command
-
+def test_languages(sandbox):
+    """tests/sandbox/honest_programs.py has programs in each that are right."""
+    limits = SandboxLimits(wall_s=20, cpu_s=20)
+    cases = [("41\n", "42\n"), ("1\n", "1\n")]
+    grade = sandbox.grade("read n; echo $((n + 1))", StdinStdoutTests(cases, language="bash"))
+    assert grade.passed == [True, False], grade.reasons
     try:
-        find_command(language)
+        find_command("c++")
     except UserError as error:
         pytest.skip(str(error))
-    limits = SandboxLimits(wall_s=20, cpu_s=20)
-    grade = sandbox.grade(
-        program,
-        StdinStdoutTests([("1\n", "2\n"), ("41\n", "42\n"), ("1\n", "1\n")], language=language),
-        limits=limits,
-    )
-    assert grade.passed == [True, True, False], grade.reasons
-    if language == "c++":
-        broken = sandbox.grade(
-            "int main() { return x; }", StdinStdoutTests([("", "")], language="c++"), limits=limits
-        )
-        assert not broken.all and "does not compile" in broken.reasons[0]
-        short = SandboxLimits(wall_s=20, cpu_s=20, total_s=0.1)  # less than the time to compile
-        late = sandbox.grade(program, StdinStdoutTests([("1", "2")], language="c++"), limits=short)
-        assert not late.all and "all tests together" in late.reasons[0]
+    program = "#include <iostream>\nint main() { int n; std::cin >> n; std::cout << n + 1; }"
+    grade = sandbox.grade(program, StdinStdoutTests(cases, language="c++"), limits=limits)
+    assert grade.passed == [True, False], grade.reasons
+    tests = StdinStdoutTests(cases[:1], language="c++")
+    broken = sandbox.grade("int main() { return x; }", tests, limits=limits)
+    assert not broken.all and "does not compile" in broken.reasons[0]
+    short = SandboxLimits(wall_s=20, cpu_s=20, total_s=0.1)  # less than the time to compile
+    late = sandbox.grade(program, tests, limits=short)
+    assert not late.all and "all tests together" in late.reasons[0]
 
 
 def test_grades_are_kept_by_program_tests_and_limits(sandbox):
@@ -394,33 +326,22 @@ def test_grades_are_kept_by_program_tests_and_limits(sandbox):
 def test_a_program_that_many_ask_about_at_once_is_graded_once(sandbox, monkeypatch):
     """A timeout is shared with callers that waited as long; a later caller is graded again."""
     ran, grade_of = [], type(sandbox)._grade
-    monkeypatch.setattr(
-        type(sandbox),
-        "_grade",
-        lambda self, program, *rest: (ran.append(program), grade_of(self, program, *rest))[1],
-    )
+
+    def count_grades(self, program, *rest):
+        ran.append(program)
+        return grade_of(self, program, *rest)
+
+    monkeypatch.setattr(type(sandbox), "_grade", count_grades)
     tests = Asserts("", ["assert f() == 7"])
     grades = sandbox.grade_many([("def f(): return 7  # asked by six", tests)] * 6)
     assert len(ran) == 1 and all(grade.all for grade in grades)
     assert sum(grade.cached for grade in grades) == 5
-    endless = "while True: pass  # asked by two"
+    endless, limits = "while True: pass  # asked by two", SandboxLimits(wall_s=1, cpu_s=5)
     with ThreadPoolExecutor(2) as pool:
-        late = list(
-            pool.map(
-                lambda _: sandbox.grade(endless, tests, limits=SandboxLimits(wall_s=1, cpu_s=5)),
-                range(2),
-            )
-        )
+        late = list(pool.map(lambda _: sandbox.grade(endless, tests, limits=limits), range(2)))
     assert len(ran) == 2 and sorted(grade.cached for grade in late) == [False, True]
     assert not any(grade.all for grade in late)
     assert not sandbox.grade(endless, tests, limits=SandboxLimits(wall_s=0.3, cpu_s=5)).cached
-
-
-def test_many_threads(sandbox):
-    grades = sandbox.grade_many(
-        [(f"def f(): return {i}", Asserts("", [f"assert f() == {i - i % 2}"])) for i in range(40)]
-    )
-    assert [grade.all for grade in grades] == [i % 2 == 0 for i in range(40)]
 
 
 def test_a_candidate_sees_inputs_alone(sandbox):
@@ -430,14 +351,11 @@ def test_a_candidate_sees_inputs_alone(sandbox):
         "    return any(word in str(o) for o in held)\n"
         "def f(n):\n    return [sees(str(n)), sees('-'.join(['8675', '309']))]\n"
     )
-    asserts = [
-        "assert f(424242) == [True, False] and '8675-309'",
-        "assert f(424243) == [True, False]",
-    ]
-    assert sandbox.grade(program, Asserts("x = '8675-309'", asserts, "f")).all
-    assert sandbox.grade(
-        program, Calls("f", [([424242], [True, False]), ([7], "8675-309")])
-    ).passed == [True, False]
+    asserts = ["f(424242) == [True, False] and '8675-309'", "f(424243) == [True, False]"]
+    tests = Asserts("x = '8675-309'", [f"assert {text}" for text in asserts], "f")
+    assert sandbox.grade(program, tests).all
+    calls = Calls("f", [([424242], [True, False]), ([7], "8675-309")])
+    assert sandbox.grade(program, calls).passed == [True, False]
 
 
 # ----------------------------------------------------------------------------------------- sessions
@@ -482,15 +400,12 @@ def test_a_bubblewrap_that_is_refused_is_named_with_its_remedy(monkeypatch, tmp_
     )
 
 
-@pytest.mark.parametrize(
-    ("program", "reason"),
-    [
-        ("echo no namespace; exec sleep 1000", "no namespace"),
-        ("exec sleep 1000", "the zygote printed no output (timed out): it is still running"),
-    ],
-)
+@pytest.mark.parametrize(("program", "reason"), [
+    ("echo no namespace; exec sleep 1000", "no namespace"),
+    ("exec sleep 1000", "the zygote printed no output (timed out): it is still running"),
+])  # fmt: skip
 def test_a_zygote_that_is_not_ready_in_time_is_described(monkeypatch, program, reason):
-    monkeypatch.setattr("rl.sandbox.zygote_launch._START_SECONDS", 1.0)
+    monkeypatch.setattr("rl.sandbox.zygote_launch._START_SECONDS", 0.5)
     with pytest.raises(RuntimeError) as caught:
         Zygote(lambda control: ["sh", "-c", program])
     assert str(caught.value) == reason
@@ -518,7 +433,7 @@ def test_limits_alone_are_refused_to_root():
 
 def test_a_killed_caller_leaves_no_process_behind():
     code = (
-        "import sys, threading, time\nfrom rl.sandbox import Sandbox\ns = Sandbox(workers=1)\n"
+        "import threading, time\nfrom rl.sandbox import Sandbox\ns = Sandbox(workers=1)\n"
         "threading.Thread(target=s.run, args=('import time; time.sleep(300)',)).start()\n"
         "while not s._worker_pool._workers[0].zygote: time.sleep(0.05)\ntime.sleep(0.5)\n"
         "print('running', flush=True)\ntime.sleep(300)"
@@ -531,20 +446,18 @@ def test_a_killed_caller_leaves_no_process_behind():
     caller.kill()
     caller.wait()
     until = time.monotonic() + 20
-    while (
-        any(os.path.exists(f"/proc/{item}/exe") and _state(item) != "Z" for item in group)
-        and time.monotonic() < until
-    ):
+    while any(is_alive(pid) for pid in group) and time.monotonic() < until:
         time.sleep(0.1)
-    assert not [item for item in group if os.path.exists(f"/proc/{item}") and _state(item) != "Z"]
+    assert not [pid for pid in group if is_alive(pid)]
 
 
-def _state(pid: int) -> str:
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; a zombie does not."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0]
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
-        return "Z"
+        return False
 
 
 # ------------------------------------------------------------------------------------------ service
@@ -559,28 +472,17 @@ def test_a_service_by_its_url(tmp_path):
             for name, coded in request["files"].items():  # the format of SandboxFusion
                 (tmp_path / name).write_bytes(base64.b64decode(coded, validate=True))
             timeouts.append(request["run_timeout"])
+            form = {"input": request["stdin"], "timeout": request["run_timeout"], "cwd": tmp_path}
             command = [sys.executable, "-c", request["code"]]
             try:
-                ran = subprocess.run(
-                    command,
-                    input=request["stdin"],
-                    capture_output=True,
-                    text=True,
-                    cwd=tmp_path,
-                    timeout=request["run_timeout"],
-                )
-                result = {
-                    "status": "Finished",
-                    "stdout": ran.stdout,
-                    "stderr": ran.stderr,
-                    "return_code": ran.returncode,
-                }
+                ran = subprocess.run(command, capture_output=True, text=True, **form)
+                result = {"status": "Finished", "stdout": ran.stdout, "stderr": ran.stderr}
+                result["return_code"] = ran.returncode
             except subprocess.TimeoutExpired:
                 result = {"status": "TimeLimitExceeded"}
-            body = json.dumps({"status": "Success", "run_result": result}).encode()
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(json.dumps({"status": "Success", "run_result": result}).encode())
 
         def log_message(self, *_):
             pass
@@ -588,35 +490,27 @@ def test_a_service_by_its_url(tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"
+    solution = "class Solution:\n    def f(self, x): return x + 1"
+    asserts = Asserts("", ["assert f(1) == (1, 1)", "assert f('a') == 'a'"])
     with Sandbox(url) as sandbox:
         assert url in sandbox.kind
         assert sandbox.run("print(input())", stdin="x").stdout == "x\n"
-        assert (
-            sandbox.run("print(open('a.txt').read())", files={"a.txt": "seven"}).stdout == "seven\n"
-        )
-        assert sandbox.grade(
-            "print(int(input()) + 1)", StdinStdoutTests([("1", "2"), ("2", "2")])
-        ).passed == [True, False]
-        assert sandbox.grade(
-            "def f(x): return [x]", Calls("f", [([1], [1]), ([2], [3])])
-        ).passed == [True, False]
-        asserts = Asserts("", ["assert f(1) == (1, 1)", "assert f('a') == 'a'"])
-        assert sandbox.grade("def f(x): return (x, 1)", asserts).passed == [True, False]
-        solution = "class Solution:\n    def f(self, x): return x + 1"
-        for function in ("f", "Solution.f"):
-            assert sandbox.grade(solution, Calls(function, [([1], 2), ([2], 2)])).passed == [
-                True,
-                False,
-            ]
+        run = sandbox.run("print(open('a.txt').read())", files={"a.txt": "seven"})
+        assert run.stdout == "seven\n"
+        for program, tests in (
+            ("print(int(input()) + 1)", StdinStdoutTests([("1", "2"), ("2", "2")])),
+            ("def f(x): return [x]", Calls("f", [([1], [1]), ([2], [3])])),
+            ("def f(x): return (x, 1)", asserts),
+            (solution, Calls("f", [([1], 2), ([2], 2)])),
+            (solution, Calls("Solution.f", [([1], 2), ([2], 2)])),
+        ):
+            assert sandbox.grade(program, tests).passed == [True, False], program
         assert "NameError" in sandbox.grade("", Calls("f", [([1], 2)])).reasons[0]
         sleeper = "import time\ndef f(x):\n    time.sleep(30)\nif __name__ == '__main__':\n    f(1)"
-        for tests, runs in (
-            (StdinStdoutTests([("", "")] * 3), 3),
-            (Asserts("", ["assert f(1) == 1"] * 3), 3),
-        ):
+        for tests in (StdinStdoutTests([("", "")] * 3), Asserts("", ["assert f(1) == 1"] * 3)):
             del timeouts[:]
             late = sandbox.grade(sleeper, tests, limits=SandboxLimits(wall_s=0.8, total_s=1))
-            assert late.passed == [False] * runs and "all tests together" in late.reasons[2]
+            assert late.passed == [False] * 3 and "all tests together" in late.reasons[2]
             assert len(timeouts) == 2 and timeouts[0] <= 0.8 and timeouts[1] < 0.3
         with pytest.raises(UserError, match="local sandbox"):
             sandbox.grade("", Asserts("", ["assert g(f(1))"]))
@@ -628,18 +522,7 @@ def test_a_service_by_its_url(tmp_path):
 # -------------------------------------------------------------------------------- values, comparers
 
 
-def test_values_travel_as_what_they_are():
-    import collections
-    import decimal
-    import fractions
-
-    plain = [None, True, 0, -5, 1 << 80, 1.5, float("inf"), "é\ud800", b"\x00", bytearray(b"x"), (1, [2]), {1: (2,)}, {1, 2},
-             frozenset([3]), 1 + 2j, range(3), collections.deque([1]), collections.Counter("aab"), decimal.Decimal("1.10"),
-             fractions.Fraction(1, 3), int]  # fmt: skip
-    for value in plain:
-        back = value_codec.decode(json.loads(json.dumps(value_codec.encode(value))))
-        assert type(back) is type(value) and back == value
-
+def test_a_value_travels_without_its_class_and_an_object_not_at_all():
     class Same(int):
         def __eq__(self, other):
             return True
@@ -651,38 +534,45 @@ def test_values_travel_as_what_they_are():
     for wrong in (eval, object(), lambda: 0):
         with pytest.raises(value_codec.NotPlain):
             value_codec.encode(wrong)
-    for wrong in (["type", "eval"], ["zz"], [], [1], {"a": 1}, ["i", 3]):
-        with pytest.raises((ValueError, KeyError, TypeError)):
-            value_codec.decode(wrong)
 
 
-@pytest.mark.parametrize(
-    ("compare", "value", "expected", "same"),
-    [
-        ("exact", [1, (2,)], [1, [2]], True),
-        ("exact", 1, True, False),
-        ("exact", 1, 1.0, False),
-        ("exact", "a ", "a", False),
-        ("exact", float("nan"), float("nan"), False),
-        ("exact", {"a": [1]}, {"a": (1,)}, True),
-        ("exact", {"a": 1}, {"b": 1}, False),
-        ("trimmed", "a \nb\n\n", "a\nb", True),
-        ("trimmed", "a  b", "a b", False),
-        ("tokens", " 1\t2\n", "1 2", True),
-        ("tokens", "12", "1 2", False),
-        ("floats", "0.3000000001 x", "0.3 x", True),
-        ("floats", "0.31", "0.3", False),
-        ("floats", "nan", "1", False),
-        ("floats", "1", "1.0", True),
-        ("floats", [0.1 + 0.2], [0.3], True),
-        ("floats", True, 1.0, False),
-        ("floats", float("nan"), 1.0, False),
-        ("floats", 10**400, 1.0, False),
-        ("sets", [2, [1]], [[1], 2], True),
-        ("sets", [1, 1], [1], False),
-        ("sets", "b\na", "a\nb\n", True),
-        ("sets", 5, 5, True),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("compare", "value", "expected", "same"), [
+    ("exact", [1, (2,)], [1, [2]], True),
+    ("exact", 1, True, False),
+    ("exact", 1, 1.0, False),
+    ("exact", "a ", "a", False),
+    ("exact", float("nan"), float("nan"), False),
+    ("exact", {"a": [1]}, {"a": (1,)}, True),
+    ("exact", {"a": 1}, {"b": 1}, False),
+    ("trimmed", "a \nb\n\n", "a\nb", True),
+    ("trimmed", "a  b", "a b", False),
+    ("tokens", " 1\t2\n", "1 2", True),
+    ("tokens", "12", "1 2", False),
+    ("floats", "0.3000000001 x", "0.3 x", True),
+    ("floats", "0.31", "0.3", False),
+    ("floats", "nan", "1", False),
+    ("floats", "1", "1.0", True),
+    ("floats", [0.1 + 0.2], [0.3], True),
+    ("floats", True, 1.0, False),
+    ("floats", float("nan"), 1.0, False),
+    ("floats", 10**400, 1.0, False),
+    ("floats", 5, 5.0, True),
+    ("floats", 5.0, 5, True),
+    ("floats", 4.9999999, 5, True),
+    ("floats", 1e15 + 0.25, 10**15, True),
+    ("floats", [1000000006, (0.333333333,)], (1000000006, [1 / 3]), True),
+    ("floats", 1000000005.5, 1000000006.0, True),
+    ("floats", "5.0", "5", True),
+    ("floats", "0.33333334 yes", "0.33333333  yes\n", True),
+    ("floats", "1e400", "1e400", True),
+    ("floats", 10**400, 10**400, True),
+    ("sets", (2, 1), [1, 2], True),
+    ("sets", frozenset("ab"), {"b", "a"}, True),
+    ("exact", {"a": {1}}, {"a": {1}}, True),
+    ("sets", [2, [1]], [[1], 2], True),
+    ("sets", [1, 1], [1], False),
+    ("sets", "b\na", "a\nb\n", True),
+    ("sets", 5, 5, True),
+])  # fmt: skip
 def test_comparers(compare, value, expected, same):
     assert COMPARERS[compare](value, expected) is same

@@ -7,19 +7,22 @@ bytes (tests/sandbox/adversary.py).
 
 import json
 import random
+import textwrap
 import time
 
 import pytest
 from adversary import COMPUTING, TAKE_OVER, make_adversary, make_forged_replies, value
 from games import example_address, load_example
+from hostile_replies import ARGUMENTS, SORTS
 
 from rl.envs import resolve_environment
 from rl.errors import UserError
-from rl.sandbox import Asserts, Calls, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
+from rl.sandbox import Asserts, Calls, Grade, Pytest, Sandbox, SandboxLimits, StdinStdoutTests
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 QUICK = SandboxLimits(wall_s=10, cpu_s=10, total_s=300)
+SLOW = SandboxLimits(wall_s=30, total_s=60)  # starts pytest
 
 
 @pytest.fixture(scope="module")
@@ -28,62 +31,27 @@ def sandbox():
         yield made
 
 
+def first_words(grade: Grade) -> list[str]:
+    return [reason.split(":")[0] for reason in grade.reasons]
+
+
 def take_over(text: str) -> str:
     return TAKE_OVER + text
 
 
 # --------------------------------------------------------------------------------- forged arguments
 
-# f resolves to object 0. Every call answers with an empty list, and claims that its argument is now
-# empty as well.
-REWRITES = take_over("""
-def answer(request):
-    if request["do"] == "find":
-        return packed({"id": request["id"], "value": ["ref", 0, "object", "function", [], True]})
-    return packed({"id": request["id"], "value": ["l"], "arguments": [["l"]]})
-serve(answer)
-""")
-# The same through the real server: its replies get arguments in addition to the value.
-THROUGH_FRAMES = """
-import sys
-frame = sys._getframe()
-while "self" not in frame.f_locals: frame = frame.f_back
-server = frame.f_locals["self"]
-real = server._answer
-server._answer = lambda request: {**real(request), **({"arguments": [["l"]]} if request["do"] == "call" else {})}
-def f(xs): return []
-"""
-THROUGH_JSON = """
-import json
-real = json.dumps
-json.dumps = lambda message: real({**message, "arguments": [["l"]]} if message.get("value") == ["l"] else message)
-def f(xs): return []
-"""
-RAW = """
-import json, os
-def f(xs):
-    body = json.dumps({"id": 2, "value": ["l"], "arguments": [["l"]]}).encode()
-    os.write(4, len(body).to_bytes(8, "big") + body)
-    return []
-"""
-SORTS = ["xs = [3, 1, 2]\nassert f(xs) == sorted(xs)"]
-
 
 @pytest.mark.parametrize(
-    "program",
-    [REWRITES, THROUGH_FRAMES, THROUGH_JSON, RAW],
-    ids=["in its place", "frames", "json", "raw"],
+    "name",
+    ["in the server's place", "the server's answer replaced", "json replaced", "a raw frame"],
 )
-def test_a_reply_with_a_value_changes_no_argument(sandbox, program):
-    grade = sandbox.grade(program, Asserts("", SORTS, "f"))
+def test_a_reply_with_a_value_changes_no_argument(sandbox, name):
+    """The program returns an empty list, and claims that its argument is now empty as well."""
+    grade = sandbox.grade(ARGUMENTS[name], Asserts("", SORTS[:1], "f"))
     assert grade.passed == [False] and grade.reasons[0].startswith("forged"), grade.reasons
-    files = {
-        "test_it.py": (
-            "from solution import f\ndef test_sorts():\n    xs = [3, 1, 2]\n    assert f(xs) == "
-            "sorted(xs)\n"
-        )
-    }
-    grade = sandbox.grade(program, Pytest(files), limits=SandboxLimits(wall_s=30, total_s=60))
+    test = f"from solution import f\ndef test_sorts():\n{textwrap.indent(SORTS[0], '    ')}\n"
+    grade = sandbox.grade(ARGUMENTS[name], Pytest({"test_it.py": test}), limits=SLOW)
     assert not any(grade.passed) and grade.reasons[-1].startswith("forged"), grade.reasons
 
 
@@ -120,18 +88,14 @@ def test_every_malformed_reply_is_forged_whatever_asks(sandbox):
     """Covers calls, and asserts that catch all that a program can raise."""
     replies = make_forged_replies()
     program = make_adversary(list(replies.values()))
-    grade = sandbox.grade(program, Calls("f", [([i], None) for i in range(len(replies))]))
     catching = "try:\n    f({})\nexcept BaseException:\n    pass"
-    in_asserts = sandbox.grade(
-        program, Asserts("", [catching.format(i) for i in range(len(replies))], "f")
-    )
-    for outcome in (grade, in_asserts):
-        wrong = {
-            name: reason
-            for name, reason in zip(replies, outcome.reasons, strict=True)
-            if not reason.startswith("forged")
-        }
-        assert not wrong and not any(outcome.passed)
+    for tests in (
+        Calls("f", [([i], None) for i in range(len(replies))]),
+        Asserts("", [catching.format(i) for i in range(len(replies))], "f"),
+    ):
+        grade = sandbox.grade(program, tests)
+        named = zip(replies, first_words(grade), strict=True)
+        assert [name for name, word in named if word != "forged"] == [] and not any(grade.passed)
 
 
 def test_a_call_of_a_function_that_no_test_gave_is_forged(sandbox):
@@ -145,40 +109,33 @@ def answer(request):
     return packed({"id": request["id"], "value": 5})
 serve(answer)
 """)
-    assert (
-        sandbox.grade(program, Asserts("", ["assert f(1) == 5"], "f"))
-        .reasons[0]
-        .startswith("forged")
-    )
+    assert first_words(sandbox.grade(program, Asserts("", ["assert f(1) == 5"], "f"))) == ["forged"]
 
 
 def test_the_first_message_says_that_it_is_loaded_or_why_not(sandbox):
     for first in ('{"loaded": 1}', '{"loaded": true, "failed": 1}', '{"failed": "x"}', '{"failed": {}}', '{"failed": ["lost", "x"]}',
                   '{"failed": ["load", 5]}', "{}", "[]", "x", '{"failed": ["load", ["R", "1e9999999999"]]}'):  # fmt: skip
         program = take_over(f"send({first.encode()!r})\nimport time; time.sleep(60)")
-        assert sandbox.grade(program, Calls("f", [([1], 1)])).reasons[0].startswith("forged"), first
-        assert (
-            sandbox.grade(program, Asserts("", ["assert f(1)"], "f"))
-            .reasons[0]
-            .startswith("forged")
-        ), first
+        for tests in (Calls("f", [([1], 1)]), Asserts("", ["assert f(1)"], "f")):
+            assert first_words(sandbox.grade(program, tests)) == ["forged"], first
     assert sandbox.grade("1 +", Calls("f", [([1], 1)])).reasons[0].startswith("load: SyntaxError")
 
 
 def test_bytes_that_are_no_frames(sandbox):
-    raw = [
-        b"\x00" * 8,
-        b"\xff" * 40,
-        (1 << 40).to_bytes(8, "big"),
-        (3).to_bytes(8, "big") + b"abc",
-        b"HTTP/1.1 200 OK\r\n\r\n",
-    ]
+    raw = {
+        b"\x00" * 8: "forged",
+        b"\xff" * 40: "output",
+        (1 << 40).to_bytes(8, "big"): "output",
+        (3).to_bytes(8, "big") + b"abc": "forged",
+        b"HTTP/1.1 200 OK\r\n\r\n": "output",
+    }
     program = make_adversary(list(raw), bare=True)
-    expected = ["forged", "output", "output", "forged", "output"]
-    grade = sandbox.grade(program, Calls("f", [([i], None) for i in range(len(raw))]))
-    assert [reason.split(":")[0] for reason in grade.reasons] == expected, grade.reasons
-    grade = sandbox.grade(program, Asserts("", [f"f({i})" for i in range(len(raw))], "f"))
-    assert [reason.split(":")[0] for reason in grade.reasons] == expected, grade.reasons
+    for tests in (
+        Calls("f", [([i], None) for i in range(len(raw))]),
+        Asserts("", [f"f({i})" for i in range(len(raw))], "f"),
+    ):
+        grade = sandbox.grade(program, tests)
+        assert first_words(grade) == list(raw.values()), grade.reasons
 
 
 def test_a_program_that_forges_one_reply_is_asked_the_next(sandbox):
@@ -214,27 +171,20 @@ def test_a_program_that_ends_is_no_exception_that_a_test_may_catch(sandbox):
     program = "import os\ndef f(n): os._exit(0)\n"
     catching = "try:\n    f(-1)\nexcept Exception:\n    pass\nelse:\n    raise AssertionError"
     grade = sandbox.grade(program, Asserts("", [catching, catching], "f"))
-    assert grade.passed == [False, False], grade.reasons
-    assert all(reason.startswith("exit") for reason in grade.reasons), grade.reasons
+    assert grade.passed == [False, False] and first_words(grade) == ["exit"] * 2, grade.reasons
     test = (
-        "import pytest\nfrom solution import f\ndef test_a():\n    with pytest.raises(Exception): "
-        "f(1)\ndef test_b():\n    test_a()\n"
+        "import pytest\nfrom solution import f\n"
+        "def test_a():\n    with pytest.raises(Exception): f(1)\ndef test_b():\n    test_a()\n"
     )
-    grade = sandbox.grade(
-        program, Pytest({"test_it.py": test}), limits=SandboxLimits(wall_s=30, total_s=60)
-    )
+    grade = sandbox.grade(program, Pytest({"test_it.py": test}), limits=SLOW)
     assert not any(grade.passed), grade.reasons
 
 
 def test_requests_that_nobody_reads_take_no_longer_than_their_limit(sandbox):
     program = take_over('send({"loaded": True})\nimport time\ntime.sleep(600)')
-    start = time.monotonic()
-    grade = sandbox.grade(
-        program,
-        Calls("f", [([list(range(100_000))], 1)]),
-        limits=SandboxLimits(wall_s=1.0, cpu_s=5),
-    )
-    assert grade.reasons[0].startswith("timeout") and time.monotonic() - start < 20, grade.reasons
+    start, limits = time.monotonic(), SandboxLimits(wall_s=0.5, cpu_s=5)
+    grade = sandbox.grade(program, Calls("f", [([list(range(100_000))], 1)]), limits=limits)
+    assert first_words(grade) == ["timeout"] and time.monotonic() - start < 20, grade.reasons
 
 
 def test_keys_that_fall_into_one_place_are_given_up():
@@ -256,24 +206,14 @@ def test_keys_that_fall_into_one_place_are_given_up():
 def test_an_honest_number_of_any_size_is_compared_and_told(sandbox):
     program = "def f(n): return 10**n\ndef g(n): return {'a': [(10**n, 1.5), 'x']}\n"
     assert sandbox.grade(program, Calls("f", [([6000], 10**6000), ([400_000], 10**400_000)])).all
-    assert sandbox.grade(program, Asserts("", ["assert f(6000) == 10**6000"])).all
-    reasons = sandbox.grade(
-        program, Calls("f", [([6000], 1), ([6000], 1.5)], compare="floats")
-    ).reasons
-    reasons += sandbox.grade(program, Calls("g", [([6000], 1)])).reasons
-    assert [reason.split(":")[0] for reason in reasons] == ["wrong"] * 3, reasons
-    assert "int of 19932 bits" in reasons[2], reasons
-    asserts = [
-        "assert f(6000) == 1, f(6000)",
-        "assert f(6000) == 1, A()",
-        "assert f(6000) == 10**6000, A()",
-    ]
-    grade = sandbox.grade(
-        program + "class A:\n    def __str__(self): raise ValueError\n", Asserts("", asserts)
-    )
-    assert [reason.split(":")[0] for reason in grade.reasons] == ["wrong", "wrong", "ok"], (
-        grade.reasons
-    )
+    grade = sandbox.grade(program, Calls("f", [([6000], 1), ([6000], 1.5)], compare="floats"))
+    assert first_words(grade) == ["wrong"] * 2, grade.reasons
+    grade = sandbox.grade(program, Calls("g", [([6000], 1)]))
+    assert first_words(grade) == ["wrong"] and "int of 19932 bits" in grade.reasons[0]
+    program += "class A:\n    def __str__(self): raise ValueError\n"
+    asserts = ["f(6000) == 1, f(6000)", "f(6000) == 1, A()", "f(6000) == 10**6000, A()"]
+    grade = sandbox.grade(program, Asserts("", [f"assert {text}" for text in asserts]))
+    assert first_words(grade) == ["wrong", "wrong", "ok"], grade.reasons
     grade = sandbox.grade("def f(): return 1 << (1 << 23)", Calls("f", [([], 1)]))
     assert grade.reasons[0].startswith("error: NotPlain"), grade.reasons
 
@@ -281,60 +221,38 @@ def test_an_honest_number_of_any_size_is_compared_and_told(sandbox):
 def test_honest_values_at_the_bounds_are_never_called_forged(sandbox):
     """A value that cannot be encoded is an error of the program, reported by its process."""
     results = [
-        "Decimal('1E+1000000')",
-        "Decimal('sNaN')",
-        "Decimal('NaN123')",
-        "Fraction(1 << 70000, 3)",
-        "range(10**12)",
-        "range(True, 9)",
-        "range(1 << 70)",
-        "deep(390)",
-        "deep(500)",
-        "A",
-        "A()",
-        "Bad()",
-        "(i for i in [1])",
-        "b'x' * 900_000",
-        "type('x' * 5000, (ValueError,), {})",
-    ]
+        "Decimal('1E+1000000')", "Decimal('sNaN')", "Decimal('NaN123')", "Fraction(1 << 70000, 3)",
+        "range(10**12)", "range(True, 9)", "range(1 << 70)", "deep(390)", "deep(500)", "A", "A()",
+        "Bad()", "(i for i in [1])", "b'x' * 900_000", "type('x' * 5000, (ValueError,), {})",
+    ]  # fmt: skip
     program = (
-        "from decimal import Decimal\nfrom fractions import Fraction\nclass A: pass\nclass "
-        "Meta(type):\n    __name__ = 5\n"
-        "class Bad(metaclass=Meta): pass\ndef deep(n):\n    x = []\n    for _ in range(n): x = "
-        "[x]\n    return x\n"
+        "from decimal import Decimal\nfrom fractions import Fraction\nclass A: pass\n"
+        "class Meta(type):\n    __name__ = 5\nclass Bad(metaclass=Meta): pass\n"
+        "def deep(n):\n    x = []\n    for _ in range(n): x = [x]\n    return x\n"
         f"def f(i): return [{', '.join('lambda: ' + text for text in results)}][i]()\n"
     )
-    grade = sandbox.grade(program, Calls("f", [([i], "none of them") for i in range(len(results))]))
-    assert not any(reason.startswith(("forged", "lost", "signal")) for reason in grade.reasons), (
-        grade.reasons
-    )
-    asserts = [f"f({i})" for i in range(len(results))]
-    grade = sandbox.grade(program, Asserts("", asserts, "f"))
-    assert not any(reason.startswith(("forged", "lost", "signal")) for reason in grade.reasons), (
-        grade.reasons
-    )
+    for tests in (
+        Calls("f", [([i], "none of them") for i in range(len(results))]),
+        Asserts("", [f"f({i})" for i in range(len(results))], "f"),
+    ):
+        reasons = sandbox.grade(program, tests).reasons
+        assert not any(r.startswith(("forged", "lost", "signal")) for r in reasons), reasons
 
 
 def test_every_reason_can_be_written_to_a_file(sandbox):
     program = "def f(i):\n    if i: raise ValueError('\\ud800' * 3)\n    return '\\udfff'\n"
-    grade = sandbox.grade(program, Calls("f", [([0], ""), ([1], "")]))
-    grade_asserts = sandbox.grade(
-        program, Asserts("", ["assert f(0) == ''", "assert f(1) == ''"], "f")
-    )
-    for reason in (*grade.reasons, *grade_asserts.reasons):
-        reason.encode("utf-8")
+    asserts = ["assert f(0) == ''", "assert f(1) == ''"]
+    for tests in (Calls("f", [([0], ""), ([1], "")]), Asserts("", asserts, "f")):
+        for reason in sandbox.grade(program, tests).reasons:
+            reason.encode("utf-8")
     assert sandbox.grade(program, Calls("f", [([0], "\udfff")])).all
 
 
 def test_a_text_that_is_no_unicode_is_the_programs_own_mistake(sandbox):
-    assert (
-        sandbox.grade("def f(): return '\ud800'", Calls("f", [([], "x")]))
-        .reasons[0]
-        .startswith("load: UnicodeEncodeError")
-    )
-    assert sandbox.grade(
-        "import sys\nprint(len(sys.stdin.buffer.read()))", StdinStdoutTests([("\ud800", "3")])
-    ).all
+    grade = sandbox.grade("def f(): return '\ud800'", Calls("f", [([], "x")]))
+    assert grade.reasons[0].startswith("load: UnicodeEncodeError")
+    program = "import sys\nprint(len(sys.stdin.buffer.read()))"
+    assert sandbox.grade(program, StdinStdoutTests([("\ud800", "3")])).all
     assert sandbox.run("x = 1\0").returncode == 1
     with pytest.raises(UserError, match="not valid Python"):
         sandbox.grade("def f(x): return x", Asserts("", ["assert f('\ud800')"]))
@@ -388,20 +306,11 @@ def test_the_python_tool_answers_a_forged_reply():
         environment.close()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a fraction with an exponent",
-        "a decimal with a long exponent",
-        "a range without a step",
-        "nested deep",
-    ],
-)
-def test_debugging_tells_a_forged_reply_and_goes_on(name):
+def test_debugging_tells_a_forged_reply_and_goes_on():
     match = resolve_environment(example_address("debugging")).make()
     match.seed, match.rng, match.row = 1, random.Random(1), {}
     match.start()
-    encoded = json.dumps(COMPUTING[name])
+    encoded = json.dumps(COMPUTING["a fraction with an exponent"])
     source = (
         f"def f(a, b): pass\n{TAKE_OVER}\nserve(lambda request: packed({{'id': request['id'], "
         f"'value': json.loads({encoded!r})}}))"

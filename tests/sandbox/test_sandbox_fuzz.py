@@ -93,13 +93,9 @@ def mutate_value(draw: random.Random, value):
         return {**value, key: mutate_value(draw, value[key])}
     if isinstance(value, list) and len(value) > 0 and draw.random() < 0.8:
         i, mode = draw.randrange(len(value)), draw.random()
-        new = (
-            []
-            if mode < 0.2
-            else [value[i], value[i]]
-            if mode < 0.4
-            else [mutate_value(draw, value[i])]
-        )
+        new = [] if mode < 0.2 else [value[i], value[i]]
+        if mode >= 0.4:
+            new = [mutate_value(draw, value[i])]
         return [*value[:i], *new, *value[i + 1 :]]
     return any_json(draw)
 
@@ -112,9 +108,8 @@ def frame(draw: random.Random, number: int) -> bytes:
     if kind < 0.1:
         return draw.randbytes(draw.randrange(40))
     if kind < 0.2:
-        return "".join(
-            draw.choices('[]{}",:0123456789eE+-.nulltrueidvalue\\ ', k=draw.randrange(60))
-        ).encode()
+        letters = '[]{}",:0123456789eE+-.nulltrueidvalue\\ '
+        return "".join(draw.choices(letters, k=draw.randrange(60))).encode()
     if kind < 0.4:
         message = {"id": number, "value": any_json(draw)}
     elif kind < 0.5:
@@ -162,17 +157,11 @@ def check_calls(count: int, seed: int) -> Counter:
             bodies.append(frame(draw, 1).decode("utf-8"))
         except UnicodeDecodeError:
             continue
-    job, no_one = ScriptedJob(bodies), object()
-    words = Counter()
-    start = time.thread_time()
-    tests = Calls(
-        "f",
-        [([1], no_one)] * count,
-        compare=draw.choice(["exact", "trimmed", "tokens", "floats", "sets"]),
-    )
-    for body, (ok, reason) in zip(
-        bodies, grade_tests.grade_tests(job, tests, SandboxLimits(total_s=1e6), False), strict=True
-    ):
+    job, words, start = ScriptedJob(bodies), Counter(), time.thread_time()
+    compare = draw.choice(["exact", "trimmed", "tokens", "floats", "sets"])
+    tests = Calls("f", [([1], object())] * count, compare=compare)
+    verdicts = grade_tests.grade_tests(job, tests, SandboxLimits(total_s=1e6), False)
+    for body, (ok, reason) in zip(bodies, verdicts, strict=True):
         assert not ok and len(reason) < 700, (body, reason)
         reason.encode("utf-8", "surrogatepass")
         word = reason.split(":")[0]
@@ -233,30 +222,25 @@ def check_values(count: int, seed: int) -> None:
         value = make_random_value(draw)
         back = value_codec.decode(json.loads(json.dumps(value_codec.encode(value))))
         assert type(back) is type(value) and back == value, value
-        body = json.dumps({"id": 1, "value": value_codec.encode(value)})
-        (verdict,) = grade_tests.grade_tests(
-            ScriptedJob([body]),
-            Calls("f", [([1], value)], compare=lambda a, b: a == b),
-            SandboxLimits(),
-            False,
-        )
-        assert (
-            verdict == (True, "ok") or "a range over more" in verdict[1] and "range(" in repr(value)
-        ), (value, verdict)
+        job = ScriptedJob([json.dumps({"id": 1, "value": value_codec.encode(value)})])
+        tests = Calls("f", [([1], value)], compare=lambda a, b: a == b)
+        (verdict,) = grade_tests.grade_tests(job, tests, SandboxLimits(), False)
+        is_long_range = "a range over more" in verdict[1] and "range(" in repr(value)
+        assert verdict == (True, "ok") or is_long_range, (value, verdict)
 
 
-def test_a_hundred_thousand_random_frames():
+def test_random_frames():
     """Half of the frames go to the grading of calls, half to the tester, which could change a
     test's argument.
     """
-    words = check_calls(50_000, 1)
-    assert min(words[word] for word in ("forged", "wrong", "error")) > 500, words
-    words = check_link(50_000, 2)
-    assert min(words[word] for word in ("value", "forged", "raised", "changed")) > 500, words
+    words = check_calls(10_000, 1)
+    assert min(words[word] for word in ("forged", "wrong", "error")) > 100, words
+    words = check_link(10_000, 2)
+    assert min(words[word] for word in ("value", "forged", "raised", "changed")) > 100, words
 
 
 def test_random_values_arrive_as_they_are():
-    check_values(5000, 3)
+    check_values(1000, 3)
 
 
 @pytest.mark.usefixtures("bubblewrap")
@@ -267,7 +251,7 @@ def test_random_bytes_from_the_candidates_process():
         for bare in (False, True):
             raw = [
                 draw.randbytes(draw.randrange(60)) if bare else frame(draw, draw.randrange(3))
-                for _ in range(60)
+                for _ in range(30)
             ]
             raw = [body if body or not bare else b"\x00" * 9 for body in raw]
             program = make_adversary(raw, bare)
@@ -278,4 +262,4 @@ def test_random_bytes_from_the_candidates_process():
                 assert len(grade.passed) == len(raw) and not any(grade.passed)
                 words = Counter(reason.split(":")[0] for reason in grade.reasons)
                 assert words.keys() <= {"forged", "wrong", "error", "output", "timeout"}, words
-                assert words["output" if bare else "forged"] > 5, words
+                assert words["output" if bare else "forged"] > 3, words

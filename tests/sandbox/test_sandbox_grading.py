@@ -6,7 +6,7 @@ import collections
 import json
 
 import pytest
-from hostile_grading import DEATHS, FAMILIES, HEADS, STYLES, list_cheating_programs
+from hostile_grading import DEATHS, FAMILIES, HEADS, REPLACED, STYLES, list_cheating_programs
 
 from rl.data import load_problems
 from rl.rewards import resolve_reward
@@ -49,8 +49,9 @@ def test_a_program_that_dies_in_its_second_test_of_ten_earns_a_tenth(sandbox):
     for style, tests in STYLES.items():
         grade = sandbox.grade(text, tests)
         assert grade.passed == [True] + [False] * 9, (style, grade.reasons)
-        early = sandbox.grade(text, tests, early_stop=True)
-        assert early.passed == [True] + [False] * 9 and not early.all, (style, early.reasons)
+        if style in ("pytest", "asserts", "calls"):
+            early = sandbox.grade(text, tests, early_stop=True)
+            assert early.passed == [True] + [False] * 9 and not early.all, (style, early.reasons)
     grade = sandbox.grade(text, STYLES["pytest"])
     assert grade.reasons[1].startswith("exit:")
     assert set(grade.reasons[2:]) == {"exit: not run, the program had ended"}
@@ -150,127 +151,67 @@ def test_a_row_of_humaneval_gives_no_reward_for_a_replaced_helper(tmp_path, numb
         {"head": head, "tests": {"style": "asserts", "asserts": [check], "entry_point": name}},
     ]
     for meta in rows:
-        for cheat in [
-            c for c in list_cheating_programs() if c.name.startswith(f"HumanEval/{number},")
-        ]:
-            reference = cheat.text.removeprefix(f"{head}    pass\n")
-            assert reward.evaluate("", f"```python\n{reference}\n```", meta).reward == 0.0, (
-                reference
-            )
+        cheat = f"```python\n{REPLACED[number][0]}\n```"
+        assert reward.evaluate("", cheat, meta).reward == 0.0, meta
         assert reward.evaluate("", f"```python\n{SOLUTIONS[number]}\n```", meta).reward == 1.0
-
-
-@pytest.mark.slow
-def test_published_problems_with_a_replaced_helper(shared_data):
-    replaced = {
-        "HumanEval/32": "def find_zero(xs): return 0\ndef poly(xs, x): return 0",
-        "HumanEval/38": "def decode_cyclic(s): return s\ndef encode_cyclic(s): return s",
-        "HumanEval/50": "def decode_shift(s): return s\ndef encode_shift(s): return s",
-    }
-    problems = {
-        p.meta["task_id"]: p
-        for p in load_problems(shared_data / "humaneval" / "HumanEval.jsonl.gz", split="test")
-    }
-    reward = resolve_reward("code_tests")
-    for task, text in replaced.items():
-        assert reward.evaluate("", f"```python\n{text}\n```", problems[task].meta).reward == 0.0
-        assert reward.evaluate("", problems[task].response, problems[task].meta).reward == 1.0
 
 
 # ------------------------------------------------------------------------------------- star imports
 
 
-@pytest.mark.parametrize(
-    ("head", "test"),
-    [
-        ("from solution import *", "def test(): assert f(2) == 5 and g(1) == [1]"),
-        ("import math\nfrom solution import *", "def test(): assert math.isclose(f(2), 5)"),
-        # a module that the program imports
-        ("from solution import *", "def test(): assert math.isclose(f(2), 5)"),
-        (
-            "import solution\nfrom solution import *",
-            "def test(): assert solution.f(2) == f(2) == 5",
-        ),
-        (
-            "if True:\n    from solution import *  # of both",
-            "class TestF:\n    def test(self): assert [f(n) for n in (1, 2)] == [2, 5]",
-        ),
-        ("x = 1; from solution import *; y = 2", "def test(): assert f(x) == 2 and f(y) == 5"),
-        (
-            "from solution import \\\n    *",
-            "def test(é=1): assert f(é) == 2 and copy([1]) == [1, 1]",
-        ),
-        (
-            "from solution import *\nfrom solution import f as h",
-            "def test(f=None): assert h(2) == 5 and E is not None",
-        ),
-        ("import pytest\nfrom solution import *", "def test():\n    with pytest.raises(E): g('x')"),
-        (
-            "from solution import *",
-            "def test():\n    def inner(): return f(2)\n    assert inner() == LIMIT",
-        ),
-        ("from helper import *\nfrom solution import *", "def test(): assert check(f(2), 5)"),
-        ("from again import *", "def test(): assert f(2) == LIMIT == 5"),
-        (
-            "if False:\n    from solution import *\nelse:\n    from solution import *",
-            "def test(): assert f(2) == 5",
-        ),
-        (
-            "try:\n    from nowhere import *\nexcept ImportError:\n    from solution import *",
-            "def test(): assert f(2) == 5",
-        ),
-        # a helper from another file
-        ("from helper import check\nfrom solution import *", "def test(): assert check(f(2), 5)"),
-    ],
-)
-def test_everything_may_be_imported_from_the_program(sandbox, head, test):
+# (imports of a test file, its test)
+STAR_IMPORTS = [
+    ("from solution import *", "def test(): assert f(2) == 5 and g(1) == [1]"),
+    ("import math\nfrom solution import *", "def test(): assert math.isclose(f(2), 5)"),
+    # a module that the program imports
+    ("from solution import *", "def test(): assert math.isclose(f(2), 5)"),
+    ("import solution\nfrom solution import *", "def test(): assert solution.f(2) == f(2) == 5"),
+    ("if True:\n    from solution import *  # of both",
+     "class TestF:\n    def test(self): assert [f(n) for n in (1, 2)] == [2, 5]"),
+    ("x = 1; from solution import *; y = 2", "def test(): assert f(x) == 2 and f(y) == 5"),
+    ("from solution import \\\n    *",
+     "def test(é=1): assert f(é) == 2 and copy([1]) == [1, 1]"),
+    ("from solution import *\nfrom solution import f as h",
+     "def test(f=None): assert h(2) == 5 and E is not None"),
+    ("import pytest\nfrom solution import *", "def test():\n    with pytest.raises(E): g('x')"),
+    ("from solution import *",
+     "def test():\n    def inner(): return f(2)\n    assert inner() == LIMIT"),
+    ("from helper import *\nfrom solution import *", "def test(): assert check(f(2), 5)"),
+    ("from again import *", "def test(): assert f(2) == LIMIT == 5"),
+    ("if False:\n    from solution import *\nelse:\n    from solution import *",
+     "def test(): assert f(2) == 5"),
+    ("try:\n    from nowhere import *\nexcept ImportError:\n    from solution import *",
+     "def test(): assert f(2) == 5"),
+    # a helper from another file
+    ("from helper import check\nfrom solution import *", "def test(): assert check(f(2), 5)"),
+]  # fmt: skip
+
+
+def test_everything_may_be_imported_from_the_program(sandbox):
+    """The cases are files of one pytest, whose start takes longer than all of them."""
     program = (
         "import math\nLIMIT = 5\nclass E(Exception): pass\n"
-        "def f(n): return n * n + 1\ndef g(x):\n    if x == 'x': raise E\n    return [x]\ndef "
-        "copy(xs): return xs * 2\n"
+        "def f(n): return n * n + 1\ndef g(x):\n    if x == 'x': raise E\n    return [x]\n"
+        "def copy(xs): return xs * 2\n"
     )
-    files = {
-        "test_it.py": f"{head}\n\n{test}\n",
-        "helper.py": "def check(a, b): return a == b\n",
-        "again.py": "from solution import *\n",
-        "other.py": "from helper import *\ndef unused(): check(1, 2)\n",
-    }
-    grade = sandbox.grade(program, Pytest(files))
-    assert grade.passed == [True], grade.reasons
     wrong = (
         "import math\nLIMIT = 0\nclass E(Exception): pass\ndef f(n): return 1\ndef g(x): pass\n"
         "def check(a, b): return True\n"
     )
-    assert not sandbox.grade(wrong, Pytest(files)).all
+    files = {
+        "helper.py": "def check(a, b): return a == b\n",
+        "again.py": "from solution import *\n",
+        "other.py": "from helper import *\ndef unused(): check(1, 2)\n",
+    }
+    for i, (head, test) in enumerate(STAR_IMPORTS):
+        files[f"test_{i:02}.py"] = f"{head}\n\n{test}\n"
+    for text, passes in ((program, True), (wrong, False)):
+        grade = sandbox.grade(text, Pytest(files), limits=SandboxLimits(wall_s=30, total_s=60))
+        results = zip(STAR_IMPORTS, grade.passed, strict=True)
+        assert [case for case, passed in results if passed != passes] == [], grade.reasons
 
 
 # -------------------------------------------------------------------------------------- comparators
-
-
-@pytest.mark.parametrize(
-    ("compare", "value", "expected"),
-    [
-        ("floats", 0.1 + 0.2, 0.3),
-        ("floats", 5, 5.0),
-        ("floats", 5.0, 5),
-        ("floats", 4.9999999, 5),
-        ("floats", 1e15 + 0.25, 10**15),
-        ("floats", [1000000006, (0.333333333,)], (1000000006, [1 / 3])),
-        ("floats", 1000000005.5, 1000000006.0),
-        ("floats", "5.0", "5"),
-        ("floats", "5", "5.0"),
-        ("floats", "0.33333334 yes", "0.33333333  yes\n"),
-        ("floats", "1e400", "1e400"),
-        ("floats", 10**400, 10**400),
-        ("sets", (2, 1), [1, 2]),
-        ("sets", {1, 2}, [2, 1]),
-        ("sets", frozenset("ab"), {"b", "a"}),
-        ("exact", {1, 2}, {2, 1}),
-        ("exact", {"a": {1}}, {"a": {1}}),
-    ],
-)
-def test_comparers_take_what_is_right(compare, value, expected):
-    assert COMPARERS[compare](value, expected) is True
 
 
 def test_an_integer_is_expected_exactly_whatever_its_size(sandbox):
@@ -290,20 +231,17 @@ def test_an_integer_is_expected_exactly_whatever_its_size(sandbox):
     assert sandbox.grade("def f(n): return n", calls).passed == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("outputs", "returned", "passed"),
-    [
-        ([[12], [3]], [12, 3], [True, True]),  # each result is wrapped in a list
-        ([[12], [3]], [[12], [3]], [True, True]),  # or is a list
-        ([[12], [3]], [[[12]], [4]], [False, False]),
-        ([12, 3], [12, [3]], [True, False]),
-        ([[[1, 2]], [["a"]]], [[1, 2], [["a"]]], [True, True]),
-        ([["a", "b"], ["c"]], [["a", "b"], "c"], [True, False]),  # the first has two items
-        ([["a", "b"], ["c"]], ["a", ["c"]], [False, True]),
-        ([["c"], []], ["c", []], [False, True]),
-        ([["c"], "d"], [["c"], "d"], [True, True]),
-    ],
-)
+@pytest.mark.parametrize(("outputs", "returned", "passed"), [
+    ([[12], [3]], [12, 3], [True, True]),  # each result is wrapped in a list
+    ([[12], [3]], [[12], [3]], [True, True]),  # or is a list
+    ([[12], [3]], [[[12]], [4]], [False, False]),
+    ([12, 3], [12, [3]], [True, False]),
+    ([[[1, 2]], [["a"]]], [[1, 2], [["a"]]], [True, True]),
+    ([["a", "b"], ["c"]], [["a", "b"], "c"], [True, False]),  # the first has two items
+    ([["a", "b"], ["c"]], ["a", ["c"]], [False, True]),
+    ([["c"], []], ["c", []], [False, True]),
+    ([["c"], "d"], [["c"], "d"], [True, True]),
+])  # fmt: skip
 def test_results_of_apps_that_are_lists(sandbox, tmp_path, outputs, returned, passed):
     cases = {"fn_name": "f", "inputs": [[0], [1]], "outputs": outputs}
     (tmp_path / "apps.jsonl").write_text(

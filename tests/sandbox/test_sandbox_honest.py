@@ -17,10 +17,8 @@ pytestmark = pytest.mark.usefixtures("bubblewrap")
 
 LIMITS = SandboxLimits(wall_s=30.0, cpu_s=10.0, total_s=90.0)
 STAR = {
-    "test_it.py": (
-        "from solution import *\ndef test_two(): assert f(2) == 5\ndef test_three(): assert "
-        "sorted([f(3), f(1)]) == [2, 10]\n"
-    )
+    "test_it.py": "from solution import *\ndef test_two(): assert f(2) == 5\n"
+    "def test_three(): assert sorted([f(3), f(1)]) == [2, 10]\n"
 }
 
 
@@ -61,35 +59,39 @@ def test_as_many_threads_as_memory_has_room_for(sandbox: Sandbox, memory_mb: int
     """Each thread counts 8 MB of stack against the address space limit, and no malloc arena."""
     threads = (memory_mb - 64) // 8
     text = (
-        f"import threading\nbarrier, r = threading.Barrier({threads}), []\ndef work():\n    "
-        f"barrier.wait()\n    r.append([0] * 10000)\n"
-        f"t = [threading.Thread(target=work) for _ in range({threads})]\n[x.start() for x in t]\n"
-        f"[x.join() for x in t]\nprint(len(r))"
+        f"import threading\nbarrier, r = threading.Barrier({threads}), []\n"
+        "def work():\n    barrier.wait()\n    r.append([0] * 10000)\n"
+        f"t = [threading.Thread(target=work) for _ in range({threads})]\n"
+        "[x.start() for x in t]\n[x.join() for x in t]\nprint(len(r))"
     )
     run = sandbox.run(text, limits=SandboxLimits(memory_mb=memory_mb, wall_s=20, cpu_s=10))
     assert run.stdout == f"{threads}\n", run
 
 
+def run_in_child(sandbox: Sandbox, text: str) -> str:
+    """Return what a program prints that runs in a process of a program."""
+    child = f"[sys.executable, '-c', {text!r}], text=True, capture_output=True"
+    return sandbox.run(
+        f"import subprocess, sys\nprint(subprocess.run({child}).stdout, end='')"
+    ).stdout
+
+
 def test_a_program_sees_its_own_processes_alone(sandbox: Sandbox):
     text = (
-        "import os, subprocess\nprint(sorted(n for n in os.listdir('/proc') if not n.isdigit()), "
-        "os.path.exists('/proc/1'))\n"
-        "print([n for n in os.listdir('/proc') if n.isdigit() and int(n) not in (os.getpid(),)])\n"
+        "import os, subprocess\n"
+        "names = os.listdir('/proc')\n"
+        "print(sorted(n for n in names if not n.isdigit()), os.path.exists('/proc/1'))\n"
+        "print([n for n in names if n.isdigit() and int(n) != os.getpid()])\n"
         "print(subprocess.run(['cat', '/dev/stdin'], input='x', text=True, "
         "capture_output=True).stdout)\n"
     )
     assert sandbox.run(text).stdout == "['self', 'thread-self'] False\n[]\nx\n"
     text = (
-        "for name in ('oom_score_adj', 'coredump_filter'):\n    try: open(f'/proc/self/{name}', "
-        "'w').write('0')\n"
+        "for name in ('oom_score_adj', 'coredump_filter'):\n"
+        "    try: open(f'/proc/self/{name}', 'w').write('0')\n"
         "    except OSError: print('refused')\n"
     )
-    child = (
-        f"import subprocess, sys\nran = subprocess.run([sys.executable, '-c', {text!r}], "
-        f"text=True, capture_output=True)\n"
-    )
-    child += "print(ran.stdout, end='')"
-    assert sandbox.run(text).stdout == sandbox.run(child).stdout == "refused\nrefused\n"
+    assert sandbox.run(text).stdout == run_in_child(sandbox, text) == "refused\nrefused\n"
 
 
 # ----------------------------------------------------------------------------------------- packages
@@ -108,70 +110,52 @@ def installed(tmp_path, monkeypatch):
     }
     for name, needs in requires.items():
         module = name.replace("-", "_")
-        (places / f"{module}-1.0.dist-info").mkdir(parents=True)
+        file = "second.py" if name == "second" else f"{module}/__init__.py"
+        info = f"{module}-1.0.dist-info"
         needed = "".join(f"Requires-Dist: {need}\n" for need in needs)
-        (places / f"{module}-1.0.dist-info" / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needed}"
-        )
-        files = [
-            f"{module}-1.0.dist-info/METADATA",
-            f"{module}-1.0.dist-info/top_level.txt",
-            "../../bin/tool",
-        ]
-        (places / f"{module}-1.0.dist-info" / "top_level.txt").write_text(module)
-        if name == "second":
-            (places / "second.py").write_text("VALUE = 4")
-            files.append("second.py")
-        else:
-            (places / module).mkdir()
-            (places / module / "__init__.py").write_text("VALUE = 3")
-            files.append(f"{module}/__init__.py")
-        (places / f"{module}-1.0.dist-info" / "RECORD").write_text(
-            "".join(f"{file},,\n" for file in files)
-        )
+        record = [f"{info}/METADATA", f"{info}/top_level.txt", "../../bin/tool", file]
+        for path, text in {
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needed}",
+            f"{info}/top_level.txt": module,
+            f"{info}/RECORD": "".join(f"{item},,\n" for item in record),
+            file: "VALUE = 4" if name == "second" else "VALUE = 3",
+        }.items():
+            (places / path).parent.mkdir(parents=True, exist_ok=True)
+            (places / path).write_text(text)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "tool").write_text("x")
     monkeypatch.syspath_prepend(places)
-    return places
 
 
 @pytest.mark.parametrize("name", ["first-one", "first_one"])
 def test_packages_may_be_imported_with_what_they_require(installed, name):
     importing = (
-        "try:\n    import {0}\n    print({0}.VALUE)\nexcept ImportError as error: "
-        "print(error.name)\n"
+        "try:\n    import {0}\n    print({0}.VALUE)\n"
+        "except ImportError as error: print(error.name)\n"
     )
     text = "".join(importing.format(module) for module in ("first_one", "second", "third"))
     with Sandbox(workers=1, packages=[name]) as sandbox:
         assert sandbox.packages == (name,)
-        assert sandbox.run(text).stdout == "3\n4\nthird\n"
-        child = (
-            f"import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', {text!r}], "
-            f"text=True, capture_output=True).stdout)"
-        )
-        assert sandbox.run(child).stdout == "3\n4\nthird\n\n"
+        assert sandbox.run(text).stdout == run_in_child(sandbox, text) == "3\n4\nthird\n"
         # the setup of the tests may import them too
         tests = Asserts("import second", ["assert f() == second.VALUE == 4"])
         assert sandbox.grade("from second import VALUE\ndef f(): return VALUE", tests).all
-        writing = sandbox.run(
-            "import first_one, os\nopen(os.path.join(os.path.dirname(first_one.__file__), 'x'), "
-            "'w')"
-        )
+        write = "open(os.path.join(os.path.dirname(first_one.__file__), 'x'), 'w')"
+        writing = sandbox.run(f"import first_one, os\n{write}")
         assert "Read-only file system" in writing.stderr
         with sandbox.session() as python:
             assert python.run("import second\nsecond.VALUE").value == "4"
 
 
 def test_packages_that_are_not_there_are_named():
-    with pytest.raises(
-        UserError,
-        match="'no-such-package', which is not installed here: pip install no-such-package",
+    missing = "'no-such-package', which is not installed here: pip install no-such-package"
+    for packages, mode, says in (
+        (["no-such-package"], "auto", missing),
+        (["../x"], "auto", "names such as numpy, got '../x'"),
+        (["scipy"], "http://127.0.0.1:1", "provides its packages itself"),
     ):
-        Sandbox(packages=["no-such-package"])
-    with pytest.raises(UserError, match="names such as numpy, got '../x'"):
-        Sandbox(packages=["../x"])
-    with pytest.raises(UserError, match="provides its packages itself"):
-        Sandbox("http://127.0.0.1:1", packages=["scipy"])
+        with pytest.raises(UserError, match=says):
+            Sandbox(mode, packages=packages)
     with Sandbox(workers=1, packages=[]) as sandbox:
         assert "ModuleNotFoundError" in sandbox.run("import numpy").stderr
 

@@ -6,7 +6,7 @@ import collections
 import os
 import socket
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from rl.sandbox import Asserts, Calls, Grade, Pytest, Sandbox, SandboxLimits, St
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 
 SPACE = {"memory_mb": 192, "file_mb": 16, "files": 300, "output_kb": 1024}
-LIMITS = SandboxLimits(wall_s=1.0, cpu_s=1.0, total_s=2.0, processes=32, **SPACE)
+LIMITS = SandboxLimits(wall_s=0.6, cpu_s=0.6, total_s=1.5, processes=32, **SPACE)
 GENEROUS = SandboxLimits(wall_s=20.0, cpu_s=10.0, total_s=60.0)
 SECRET = "SECRET-" + "3fd1c9"
 
@@ -111,55 +111,34 @@ def test_the_set_is_large_enough():
     assert len(BENIGN) >= 30
 
 
+def find_faults(sandbox: Sandbox, program: HostileProgram, secrets: dict[str, str]) -> list[str]:
+    """Run a program; return what it got that it should not have."""
+    for key, value in secrets.items():
+        program = program._replace(text=program.text.replace(key, value))
+    result = grade(sandbox, program, LIMITS)
+    output = list(result.reasons)
+    if program.style == "dialogue" and program.family in (5, 6, 7, 10, 11):
+        run = sandbox.run(program.text, stdin="2", limits=LIMITS)
+        output += [run.stdout, run.stderr]
+    faults = {
+        "has a reward": any(result.passed),
+        "has a secret": any("SECRET-" in text for text in output),
+        "ended its sandbox": any(reason.startswith("lost") for reason in result.reasons),
+        f"took {result.wall_s:.1f} s": result.wall_s > LIMITS.total_s + 1.0
+        and program.style != "pytest",
+    }
+    named = f"{program.family} {program.name} ({program.style})"
+    return [f"{named} {fault}: {output}" for fault, is_fault in faults.items() if is_fault]
+
+
 @pytest.mark.timeout(400)
 def test_no_hostile_program_gets_anything(sandbox, planted_secrets):
-    programs, faults, before = list_hostile_programs(), [], left_behind()
-    lock = threading.Lock()
-    waiting = list(programs)
-
-    def work() -> None:
-        while True:
-            with lock:
-                if not waiting:
-                    return
-                program = waiting.pop()
-            text = program.text
-            for key, value in planted_secrets.items():
-                text = text.replace(key, value)
-            start = time.monotonic()
-            result = grade(sandbox, program._replace(text=text), LIMITS)
-            took = time.monotonic() - start
-            printed = ""
-            if program.style == "dialogue" and program.family in (5, 6, 7, 10, 11):
-                run = sandbox.run(text, stdin="2", limits=LIMITS)
-                printed = run.stdout + run.stderr
-            with lock:
-                if any(result.passed):
-                    faults.append(
-                        f"{program.family} {program.name} ({program.style}) has a reward: "
-                        f"{result.reasons}"
-                    )
-                if any("SECRET-" in text for text in (printed, *result.reasons)):
-                    faults.append(
-                        f"{program.family} {program.name} ({program.style}) has a secret: "
-                        f"{result.reasons} {printed}"
-                    )
-                if any(reason.startswith("lost") for reason in result.reasons):
-                    faults.append(
-                        f"{program.family} {program.name} ({program.style}) ended its sandbox: "
-                        f"{result.reasons}"
-                    )
-                if result.wall_s > LIMITS.total_s + 1.0 and program.style != "pytest":
-                    faults.append(
-                        f"{program.family} {program.name} ({program.style}) took {took:.1f} s: "
-                        f"{result.reasons}"
-                    )
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    before = left_behind()
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(
+            lambda program: find_faults(sandbox, program, planted_secrets), list_hostile_programs()
+        )
+        faults = [fault for found in results for fault in found]
     assert not faults, "\n".join(faults)
     assert left_behind() == before
     remaining = [

@@ -12,46 +12,34 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 LIMITS = SandboxLimits(wall_s=40, cpu_s=30, total_s=120)  # a problem runs for seconds
 
 
+def grade_rows(items: list[tuple[dict, str, Asserts]]) -> tuple[list, list]:
+    """Grade (row, program, tests); return the ids that pass, and those that do not with reasons."""
+    with Sandbox(limits=LIMITS) as sandbox:
+        grades = sandbox.grade_many([(program, tests) for _, program, tests in items])
+    named = [(row["task_id"], grade) for (row, *_), grade in zip(items, grades, strict=True)]
+    passed = [name for name, grade in named if grade.all]
+    return passed, [(name, grade.reasons) for name, grade in named if not grade.all]
+
+
 @pytest.mark.timeout(400)
 def test_humaneval(shared_data):
     with gzip.open(shared_data / "humaneval" / "HumanEval.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line in file]
-    tests = [Asserts("", [row["test"]], row["entry_point"]) for row in rows]
-    with Sandbox(limits=LIMITS) as sandbox:
-        right = sandbox.grade_many(
-            [
-                (row["prompt"] + row["canonical_solution"], test)
-                for row, test in zip(rows, tests, strict=True)
-            ]
-        )
-        empty = sandbox.grade_many(
-            [(row["prompt"] + "    pass\n", test) for row, test in zip(rows, tests, strict=True)]
-        )
+    right, empty = [], []
+    for row in rows:
+        test = Asserts("", [row["test"]], row["entry_point"])
+        right.append((row, row["prompt"] + row["canonical_solution"], test))
+        empty.append((row, row["prompt"] + "    pass\n", test))
     assert len(rows) == 164
-    assert [
-        (row["task_id"], grade.reasons)
-        for row, grade in zip(rows, right, strict=True)
-        if not grade.all
-    ] == []
-    assert [row["task_id"] for row, grade in zip(rows, empty, strict=True) if grade.all] == []
+    assert grade_rows(right)[1] == [] and grade_rows(empty)[0] == []
 
 
 @pytest.mark.timeout(400)
 def test_mbpp_sanitized(shared_data):
     rows = json.loads((shared_data / "mbpp" / "sanitized-mbpp.json").read_text())
-    with Sandbox(limits=LIMITS) as sandbox:
-        grades = sandbox.grade_many(
-            [
-                (row["code"], Asserts("\n".join(row["test_imports"]), row["test_list"]))
-                for row in rows
-            ]
-        )
+    tests = [Asserts("\n".join(row["test_imports"]), row["test_list"]) for row in rows]
     assert len(rows) == 427
-    assert [
-        (row["task_id"], grade.reasons)
-        for row, grade in zip(rows, grades, strict=True)
-        if not grade.all
-    ] == []
+    assert grade_rows([(row, row["code"], t) for row, t in zip(rows, tests, strict=True)])[1] == []
 
 
 def test_mbpp_solutions_whose_setup_builds_on_their_class(shared_data):
@@ -60,11 +48,7 @@ def test_mbpp_solutions_whose_setup_builds_on_their_class(shared_data):
     """
     with open(shared_data / "mbpp" / "mbpp.jsonl") as file:
         rows = [row for row in map(json.loads, file) if row["task_id"] in (367, 927, 533)]
-    with Sandbox(limits=LIMITS) as sandbox:
-        for row in rows:
-            grade = sandbox.grade(row["code"], Asserts(row["test_setup_code"], row["test_list"]))
-            assert grade.all, (row["task_id"], grade.reasons)
-            assert not sandbox.grade(
-                row["code"].replace("return", "return not"),
-                Asserts(row["test_setup_code"], row["test_list"]),
-            ).all
+    tests = [Asserts(row["test_setup_code"], row["test_list"]) for row in rows]
+    right = [(row, row["code"], test) for row, test in zip(rows, tests, strict=True)]
+    wrong = [(row, text.replace("return", "return not"), test) for row, text, test in right]
+    assert len(rows) == 3 and grade_rows(right)[1] == [] and grade_rows(wrong)[0] == []
