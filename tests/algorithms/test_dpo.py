@@ -249,7 +249,8 @@ def test_each_learns_preferences_with_a_known_answer(method, tmp_path):
     rows = train(f"{name} {LEARNS} --dataset {data} {options}", tmp_path / "run")
     first, last = rows[0], rows[-1]
     start = next(row for row in rows if row["step"] == 1)
-    assert first["test/rewards/accuracies"] < 0.7 and last["test/rewards/accuracies"] > 0.9
+    if name != "kto":  # which reports no accuracy: its answers need no pair
+        assert first["test/rewards/accuracies"] < 0.7 and last["test/rewards/accuracies"] > 0.9
     # Final loss as a share of ln 2: plain 0.46 (seed 1); with labels smoothed by 0.1, 0.59 and 0.61
     # (seeds 0 and 1), where the optimum is 0.47.
     if name == "dpo":
