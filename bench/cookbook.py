@@ -223,7 +223,9 @@ def write_world(work: Path, data: Path) -> None:
         for split, rows in splits.items():
             write_rows(work / name / f"{split}.jsonl", rows)
             files += f"  - split: {split}\n    path: {split}.jsonl\n"
-        card = f"---\nconfigs:\n- config_name: {config}\n  default: true\n  data_files:\n{files}---\n"
+        card = (
+            f"---\nconfigs:\n- config_name: {config}\n  default: true\n  data_files:\n{files}---\n"
+        )
         (work / name / "README.md").write_text(card)
     rubric = {"rubric_str": "Is it polite?", "extraction_regex": r"\\boxed\{(.*)\}"}
     rubric |= {"grader_output_format_instruction": r"\boxed{1}"}
