@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.harness import RESULTS, make_parser, show, write_table  # noqa: E402
 from rl.rewards import Scorer, serve_reward_workers  # noqa: E402
 from rl.rewards.reward_machines import RewardMachines  # noqa: E402
