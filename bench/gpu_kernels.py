@@ -161,8 +161,7 @@ def part_kernels(table: Any, dry: bool) -> None:
             table.failure(case, name, failure, isinstance(failure, bench.CannotRun))
 
         for row in bench.bench_head(shape, tokens, device, dtype, names, 5, failed):
-            errors = f"errors {row['error']} {row['error_dx']} {row['error_dw']}"
-            put(case, row, f"{row['memory']}, {row['peak_mb']} MB, {errors}")
+            put(case, row, f"{row['memory']}, {row['peak_mb']:.0f} MB, errors {row['errors']}")
 
     def token_rows(shape: HeadShape, tokens: int) -> None:
         for row in bench.bench_logits(shape, tokens, device, dtype, 5):
@@ -170,11 +169,11 @@ def part_kernels(table: Any, dry: bool) -> None:
 
     def loss_rows() -> None:
         for row in bench.bench_tokens(1024 if dry else 32_768, device, 5):
-            put(str(row["operation"]), row)
+            put(row["operation"], row)
 
-    def put(case: str, row: dict[str, object], note: str = "") -> None:
-        took, floor = (float(str(row[name])) for name in ("median_ms", "floor_ms"))
-        table.row(case, str(row["provider"]), str(row["phase"]), took, "ms", floor, note)
+    def put(case: str, row: dict[str, Any], note: str = "") -> None:
+        times = row["median_ms"], "ms", row["floor_ms"]
+        table.row(case, row["provider"], row["phase"], *times, note)
 
     for tokens in (64,) if dry else (8192, 1024):
         for shape in shapes(dry):
