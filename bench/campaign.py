@@ -81,7 +81,7 @@ PARTS = (
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
     Part("grpo_vs_trl", "a GRPO step against TRL: time, accuracy", "grpo_vs_trl.py", True),
     Part("grpo_losses_vs_trl", "losses and gradients against TRL", "grpo_losses_vs_trl.py", True),
-    Part("scaling", "a modelled step; its traffic against two processes", "scaling.py --measure"),
+    Part("scaling", "a modelled step on 1 to 1,024 GPUs", "scaling.py"),
     Part("kernels", "linear_logprob against plain torch", "kernels.py"),
 )
 

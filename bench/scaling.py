@@ -1,8 +1,6 @@
-"""Model step time, memory and traffic of a GRPO step on 1 to 1,024 GPUs, and check the modelled
-traffic with real processes.
+"""Model step time, memory and traffic of a GRPO step on 1 to 1,024 GPUs.
 
     python bench/scaling.py              # scaling.csv, scaling.png, expert_parallel.csv: a minute
-    python bench/scaling.py --measure    # first the bytes that gloo processes really send
     python bench/scaling.py --sampling-rate 7B:2500 --mfu 0.35 --reward-seconds 0.05
 
 Memory is that of `train.py --plan`. Sampling, arithmetic, traffic and the driver's work add up,
@@ -10,28 +8,25 @@ because the loop runs them in sequence. The number of answers per GPU is fixed. 
 not measurements. Where a sampler's whole copy fits no GPU, the fewest GPUs of a machine that can
 hold it together do so (`--sampler-tp`). A mixture of experts computes with the parameters that a
 token is routed to, and holds, sends and gathers all of them. expert_parallel.csv has the bytes that
-a rank sends for a micro-batch under FSDP2, with and without `--expert-parallel-size`. Symbols:
-W ranks, L layers, D hidden size, V vocabulary, K experts per token, k GPUs of a team.
+a rank sends for a micro-batch under FSDP2, with and without `--expert-parallel-size`.
+tests/memory_plan/test_scaling_models.py compares the modelled bytes with those that real processes
+send. Symbols: W ranks, L layers, D hidden size, V vocabulary, k GPUs of a team.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.harness import REPO, RESULTS, make_parser, show, write_table  # noqa: E402
+from bench.harness import RESULTS, make_parser, write_table  # noqa: E402
 from rl.distributed import FP32, Sharding, ZeroSharding  # noqa: E402
 from rl.distributed.sharding import REUSE_DISTANCE  # noqa: E402
 from rl.errors import UserError  # noqa: E402
@@ -52,7 +47,6 @@ from rl.memory_plan.shapes import (  # noqa: E402
     count_pool_pages,
     largest_micro_batch,
 )
-from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STAGES: dict[str, int | None] = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -437,181 +431,6 @@ def table(
                 yield model.step(held[stage is not None], launch)
 
 
-# ---------------------------------------------------------------------------------- measured traffic
-
-MODEL = dict(vocab_size=4096, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
-             num_key_value_heads=4, intermediate_size=1536, tie_word_embeddings=True)  # fmt: skip
-MIXTURE = dict(vocab_size=512, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
-               num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=2,
-               moe_intermediate_size=96, intermediate_size=96)  # fmt: skip
-ROWS, LENGTH = 8, 64  # of a micro-batch
-MIXTURE_RANKS = ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))  # processes, those that divide the experts
-
-
-class SentBytes(torch.utils._python_dispatch.TorchDispatchMode):
-    """Count the bytes that this rank sends to others, by collective. Rows to experts count as if
-    they were spread evenly. Unknown collectives are counted under their name, not dropped.
-    """
-
-    def __init__(self, world: int) -> None:
-        super().__init__()
-        self.world, self.bytes = world, Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func.name().split("::")[1].split(".")[0]
-            leaves = [torch.utils._pytree.tree_leaves(argument) for argument in [*args[:2], (), ()]]
-            first, second = (
-                sum(t.nbytes for t in some if torch.is_tensor(t)) for some in leaves[:2]
-            )
-            if "allgather" in name:
-                self.bytes["all_gather"] += first - second
-            elif "reduce_scatter" in name:
-                self.bytes["reduce_scatter"] += second - first
-            elif name == "allreduce_":
-                self.bytes["all_reduce"] += round(2 * (self.world - 1) / self.world * first)
-            elif name == "alltoall_base_":
-                ranks = len(args[4])  # 0: a message of the counts of rows
-                self.bytes["all_to_all"] += (ranks - 1) * second // ranks if ranks else 0
-            else:
-                self.bytes[name] += first
-        return func(*args, **(kwargs or {}))
-
-
-def make_datums(count: int, length: int, vocab: int) -> list[Datum]:
-    rng = np.random.default_rng(0)
-    ones = {name: np.ones(length, np.float32) for name in ("advantages", "mask")}
-    fields = {"logprobs": -np.ones(length, np.float32), **ones}
-    rows = (rng.integers(0, vocab, (2, length)) for _ in range(count))
-    return [Datum(ModelInput.from_ints(ids.tolist()), {"target_tokens": targets, **fields})
-            for ids, targets in rows]  # fmt: skip
-
-
-def write_model(config: Any, folder: Path) -> str:
-    """Write a model with random weights and return its folder. Call this before the launch: in
-    several processes, transformers writes in only the first.
-    """
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(folder)
-
-
-def run_rank(model: str, out: Path, micro_batches: int, expert_size: int) -> None:
-    """Run the worker's verbs in each process of a launch, so that a dispatch mode sees each
-    collective's tensors, and write the mean bytes of a rank: of a step, or with `expert_size` of
-    its forward and backward.
-    """
-    from rl.distributed import collectives
-    from rl.learner import LearnerSettings
-    from rl.runtime import WorkerSettings
-    from rl.runtime.training_worker import ModelSpec, TrainingWorker
-
-    learner = LearnerSettings(
-        token_budget=ROWS * LENGTH, layout="padded", expert_parallel_size=max(1, expert_size)
-    )
-    worker = TrainingWorker(WorkerSettings(learner=learner, dtype="fp32"))
-    worker.create_model(0, ModelSpec(model), None, False)
-    world, vocab = collectives.world(), ModelSkeleton(model, None, None).shape.vocab
-    batch = make_datums(ROWS * micro_batches * world, LENGTH, vocab)
-
-    def step(version: int) -> None:
-        shares = worker.split_batch(0, batch, "ppo", {"temperature": 1.0}, 1.0, True)
-        worker.forward_backward(*shares[collectives.rank()])
-        if not expert_size:
-            worker.optim_step(0, AdamParams(learning_rate=1e-4))
-            worker.free_version(version - 1)
-            worker.snapshot(0, version)
-
-    if not expert_size:
-        worker.snapshot(0, 0)
-        step(1)  # ZeRO-3 learns the order of the layers
-        step(2)
-    with SentBytes(world) as counted:
-        step(3)
-    kinds = sorted(counted.bytes)
-    totals = torch.tensor([float(counted.bytes[kind]) for kind in kinds], dtype=torch.float64)
-    collectives.all_sum_([totals])
-    if collectives.rank() == 0:
-        means = dict(zip(kinds, (totals / world).tolist(), strict=True))
-        wrapped = type(worker.learners[0].backend.wrapped).__name__
-        out.write_text(json.dumps({"bytes": means, "wrapped": wrapped}))
-    worker.free_model(0)
-    collectives.shutdown()
-
-
-def run_command(command: Sequence[str], folder: Path) -> None:
-    """Run a command in `folder`. Raises RuntimeError if it fails."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-
-
-def count_bytes(
-    model: str, config: str, world: int, numbers: Sequence[int], run: Callable[..., None]
-) -> dict[str, Any]:
-    """Launch `run_rank` on `world` processes and return what it writes. `numbers`: its
-    micro-batches and expert size.
-    """
-    out = Path(model).with_name("counted.json")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [str(REPO / "accelerate_configs" / f"{config}.yaml"), "--num_processes", str(world)]
-    command += [__file__, "--rank", model, str(out), *map(str, numbers)]
-    run(command, out.parent)
-    return json.loads(out.read_text())
-
-
-def list_rows(
-    launch: str, counted: Mapping[str, Any], modelled: Mapping[str, float]
-) -> list[dict[str, Any]]:
-    """Return a row for each collective that is counted or modelled."""
-    return [
-        {
-            "launch": launch,
-            "wrapped": counted["wrapped"],
-            "collective": kind,
-            "measured": round(counted["bytes"].get(kind, 0)),
-            "modelled": round(modelled.get(kind, 0.0)),
-        }
-        for kind in sorted({*modelled, *counted["bytes"]})
-    ]
-
-
-def compare(
-    folder: Path,
-    micro_batches: int = 3,
-    launches: Sequence[str] = tuple(STAGES),
-    run: Callable[[Sequence[str], Path], None] = run_command,
-) -> list[dict[str, Any]]:
-    """Compare the bytes that each of two gloo processes sends in a step with the modelled bytes.
-    `run` runs the command of a launch in a folder.
-    """
-    from transformers import Qwen2Config
-
-    model, rows = write_model(Qwen2Config(**MODEL), folder / "model"), []
-    shape = ModelSkeleton(model, None, None).shape
-    for name in launches:
-        counted = count_bytes(model, name, 2, (micro_batches, 0), run)
-        launch = LaunchShape(cuda=False, bf16=False, world=2, sharding=sharding_of(STAGES[name]))
-        sent = payload(shape, launch, micro_batches)
-        modelled = {kind: on_the_wire({kind: count}, 2) for kind, count in sent.items()}
-        rows += list_rows(name, counted, modelled)
-    return rows
-
-
-def compare_experts(folder: Path) -> list[dict[str, Any]]:
-    """Compare the bytes of a micro-batch of a small mixture under FSDP2 with the modelled bytes."""
-    from transformers import Qwen3MoeConfig
-
-    model, rows = write_model(Qwen3MoeConfig(**MIXTURE), folder / "mixture"), []
-    shape = ModelSkeleton(model, None, None).shape
-    for world, size in MIXTURE_RANKS:
-        counted = count_bytes(model, "fsdp2", world, (1, size), run_command)
-        modelled = expert_traffic(shape, world, size, ROWS * LENGTH, recomputes=False)
-        rows += list_rows(f"fsdp2, {world} ranks, experts over {size}", counted, modelled)
-    return rows
-
-
 def list_expert_rows(shape: ModelShape) -> Iterator[dict[str, Any]]:
     """Yield the modelled GB that a rank sends for a micro-batch of Qwen3-30B-A3B, in bf16 with
     gradient checkpointing.
@@ -678,10 +497,7 @@ def draw(rows: Sequence[Step], path: Path) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--rank"]:  # a process of a launch
-        return run_rank(sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:]))
     parser = make_parser(__doc__)
-    parser.add_argument("--measure", action="store_true", help="measure gloo processes first")
     parser.add_argument("--models", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
     parser.add_argument("--sampling-rate", nargs="+", default=[], metavar="MODEL:TOKENS_PER_S")
@@ -695,12 +511,6 @@ def main() -> None:
     changed = dict(pair.split(":") for pair in args.sampling_rate)
     rates = {name: float(changed.get(name, RATES[name])) for name in args.models}
     print("Assumed:", hardware, driver, load, f"sampled tokens/s of one GPU: {rates}", sep="\n  ")
-    if args.measure:
-        with tempfile.TemporaryDirectory() as folder:
-            result = compare(Path(folder)) + compare_experts(Path(folder))
-        write_table(args.out / "scaling_measured.csv", result)
-        for row in result:
-            show(row)
     rows = list(table(rates, load, hardware, driver))
     cells = [
         {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}
