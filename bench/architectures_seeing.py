@@ -32,7 +32,7 @@ from seeing import FAMILIES, compute_plain_logits, make_tiny_model  # noqa: E402
 from test_images import compute_logprobs, datum, of_logits, rows  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES  # noqa: E402
 
-from bench.harness import write_table  # noqa: E402
+from bench.harness import make_parser, write_table  # noqa: E402
 from rl.distributed import make_accelerator  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 from rl.images import get_image_reader  # noqa: E402
@@ -88,6 +88,7 @@ def images_of(name: str) -> str:
 
 
 def main() -> None:
+    make_parser(__doc__).parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     results = {name: images_of(name) for name in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)}
