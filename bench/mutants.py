@@ -284,34 +284,23 @@ def main() -> None:
     parser.add_argument("--coverage", type=Path, default=REPO / ".coverage")
     args = parser.parse_args()
     rows: list[dict[str, object]] = list(read_table(args.output))
-    known = {(row["file"], str(row["line"]), row["old"], row["new"]) for row in rows}
-    files = sorted(
-        str(path.relative_to(REPO))
-        for package in ("rl", "kernels")
-        for path in (REPO / package).rglob("*.py")
-        if not path.name.endswith("_pb2.py") and args.only in str(path.relative_to(REPO))
-    )
-    places = [mutant for file in files for mutant in list_mutants(REPO, file)]
-    mutants = [
-        mutant
-        for mutant in random.Random(args.seed).sample(places, min(args.count, len(places)))
-        if (mutant.file, str(mutant.line), mutant.old, mutant.new) not in known
-    ]
+    known = {(row["file"], row["line"], row["old"], row["new"]) for row in rows}
+    paths = [path for package in ("rl", "kernels") for path in (REPO / package).rglob("*.py")]
+    files = sorted(str(p.relative_to(REPO)) for p in paths if not p.name.endswith("_pb2.py"))
+    places = [m for file in files if args.only in file for m in list_mutants(REPO, file)]
+    drawn = random.Random(args.seed).sample(places, min(args.count, len(places)))
+    mutants = [m for m in drawn if (m.file, str(m.line), m.old, m.new) not in known]
     coverage = Coverage(args.coverage) if args.coverage.is_file() else None
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     for index in range(args.workers):
         part = mutants[index :: args.workers]
         context.Process(target=judge_all, args=(part, coverage, queue)).start()
-    ended = 0
-    while ended < args.workers:
-        row = queue.get()
-        if row is None:
-            ended += 1
-            continue
-        rows.append(row)
-        show(row)
-        write_table(args.output, rows)
+    for _ in range(args.workers):
+        for row in iter(queue.get, None):  # a worker ends with None; the order does not matter
+            rows.append(row)
+            show(row)
+            write_table(args.output, rows)
     print(f"of {len(places)} places:", dict(Counter(str(row["verdict"]) for row in rows)))
 
 
