@@ -179,7 +179,6 @@ class JsonProcess:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen(command, text=True, env=env, **pipes, **options)
-        self.versions: dict[str, str] = {}
 
     def read(self) -> Any:
         """Return the next answer. Raises RuntimeError if the process ended instead (its message is

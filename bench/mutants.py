@@ -41,7 +41,15 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import pytest  # noqa: E402
 import transformers  # noqa: E402, F401  # a fork has it imported; it imports torch
 
-from bench.harness import REPO, RESULTS, make_parser, read_table, show, write_table  # noqa: E402
+from bench.harness import (  # noqa: E402
+    DATA,
+    REPO,
+    RESULTS,
+    make_parser,
+    read_table,
+    show,
+    write_table,
+)
 
 SECONDS, TESTS, FEW_TESTS, TEST_FILES = 400, 150, 10, 8
 MEMORY = 6 << 30  # bytes: a mutant may allocate without end
@@ -184,13 +192,12 @@ class Watcher:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Keep the chosen tests, and the tests of chosen files, in the order of the choice."""
-        places = {
-            item: self.order.get(item.nodeid, self.order.get(item.nodeid.split("::")[0]))
-            for item in items
-        }
-        items[:] = sorted(
-            (item for item in items if places[item] is not None), key=lambda item: places[item] or 0
-        )
+        last, order = len(self.order), self.order
+
+        def place(item: pytest.Item) -> int:
+            return order.get(item.nodeid, order.get(item.nodeid.split("::")[0], last))
+
+        items[:] = sorted((item for item in items if place(item) < last), key=place)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.path.write_text(f"runs {nodeid}")
@@ -218,9 +225,8 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
         os.chdir(tree)
         # No bytecode: that of a file of the same size and second would be taken for the mutant's.
         sys.dont_write_bytecode = True
-        data = os.environ.get("WHETSTONE_DATA", str(REPO.parent / "shared" / "data"))
-        os.environ.update(WHETSTONE_DATA=data, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
-        os.environ["PYTHONPATH"] = str(tree)
+        os.environ.update(WHETSTONE_DATA=str(DATA), PYTHONPATH=str(tree))
+        os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
         sys.path[0] = str(tree)
         for name in [name for name in sys.modules if name.split(".")[0] in ("rl", "bench")]:
             del sys.modules[name]
