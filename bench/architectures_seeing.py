@@ -16,16 +16,14 @@ The exit code is 1 if a row contains WRONG.
 
 from __future__ import annotations
 
-import csv
 import os
 import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
-HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)
-sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "models")]
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+sys.path += [f"{sys.path[0]}/tests", f"{sys.path[0]}/tests/models"]
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
 
 import numpy as np  # noqa: E402
@@ -34,6 +32,7 @@ from seeing import FAMILIES, compute_plain_logits, make_tiny_model  # noqa: E402
 from test_images import compute_logprobs, datum, of_logits, rows  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES  # noqa: E402
 
+from bench.harness import make_parser, write_table  # noqa: E402
 from rl.distributed import make_accelerator  # noqa: E402
 from rl.errors import UserError  # noqa: E402
 from rl.images import get_image_reader  # noqa: E402
@@ -89,12 +88,11 @@ def images_of(name: str) -> str:
 
 
 def main() -> None:
+    make_parser(__doc__).parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     results = {name: images_of(name) for name in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)}
-    with SEEING.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([("architecture", "images"), *results.items()])
+    write_table(SEEING, [{"architecture": name, "images": text} for name, text in results.items()])
     for name, text in results.items():
         print(f"{name:24} {text[:100]}")
     write_page()

@@ -69,8 +69,8 @@ class Part:
 
 KILLS = "pytest tests/trainer/test_crash_safety.py -m 'slow or campaign' -k random_rank"
 PARTS = (
-    Part("default_recipe", "the default recipe: time, accuracy", "campaign.py --default-recipe"),
-    Part("addition", "recipes/addition.yaml: the same figures", "campaign.py --addition-recipe"),
+    Part("default_recipe", "the default recipe: time, accuracy", "campaign.py --recipe default"),
+    Part("addition", "recipes/addition.yaml: the same figures", "campaign.py --recipe addition"),
     Part("learning", "methods, games, images, an agent pass a bar", "learning.py"),
     Part("learning_seeds", "the tests that learn, three seeds", "learning_seeds.py"),
     Part("campaign_tests", "tests too long for `make test-all`", "pytest -m campaign"),
@@ -81,41 +81,39 @@ PARTS = (
     Part("sampler", "the sampler against model.generate: tokens per second", "sampler.py"),
     Part("grpo_vs_trl", "a GRPO step against TRL: time, accuracy", "grpo_vs_trl.py", True),
     Part("grpo_losses_vs_trl", "losses and gradients against TRL", "grpo_losses_vs_trl.py", True),
-    Part("scaling", "a modelled step; its traffic against two processes", "scaling.py --measure"),
-    Part("graders", "the math graders against published grades", "graders.py"),
-    Part("code_sets", "solutions and empty bodies of HumanEval and MBPP", "code_sets.py"),
+    Part("scaling", "a modelled step on 1 to 1,024 GPUs", "scaling.py"),
     Part("kernels", "linear_logprob against plain torch", "kernels.py"),
 )
 
 
 # -------------------------------------------------------------------------------- whole recipes
 
-
-# The metrics of the picture.
+# name -> (table, words of train.py)
+RECIPES = {"default": ("default_recipe", []), "addition": ("addition", ["recipes/addition.yaml"])}
+# The metrics of the picture of the default recipe.
 PLOTTED_METRICS = (
-    "step stage optim/loss optim/grad_norm optim/entropy optim/kl_sample_train_v1 reward/total "
+    "step stage optim/grad_norm optim/entropy optim/kl_sample_train_v1 reward/total "
     f"{HELD_OUT} {GREEDY} time/step time/tokens_per_second"
 ).split()
 
 
-def run_recipe(table: str, recipe: list[str]) -> None:
-    """Run `accelerate launch train.py RECIPE` once for each seed and write `table`.csv.
-
-    The plotted metrics of the first seed are written to `table`.jsonl.
+def run_recipe(name: str) -> None:
+    """Run `accelerate launch train.py RECIPE` once for each seed and write its table; draw the
+    first seed of the default recipe.
     """
-    rows = []
+    table, recipe = RECIPES[name]
+    launch, rows = ["accelerate", "launch", "--quiet"], []
     with tempfile.TemporaryDirectory(prefix=f"{table}-") as folder:
         for seed in SEEDS:
-            words, launch = [*recipe, "--seed", str(seed)], ["accelerate", "launch", "--quiet"]
+            words, load = [*recipe, "--seed", str(seed)], round(os.getloadavg()[0], 2)
             program = str(Path(sys.executable).parent / launch[0])
-            load = round(os.getloadavg()[0], 2)
             run = train(words, Path(folder) / f"seed-{seed}", [program, *launch[1:]])
             command = shlex.join([*launch, "train.py", *words])
             about = {"load_at_start": load, "machine": describe_machine(), "command": command}
             rows.append({"seed": seed, **summarize(run), **about})
             write_table(RESULTS / f"{table}.csv", rows)
-            if seed == SEEDS[0]:
-                write_plotted_metrics(run, RESULTS / f"{table}.jsonl")
+            if (name, seed) == ("default", SEEDS[0]):
+                draw_run(run, RESULTS / table)
             show(rows[-1])
 
 
@@ -138,20 +136,12 @@ def summarize(run: Run) -> dict[str, Any]:
     }
 
 
-def write_plotted_metrics(run: Run, out: Path) -> None:
-    """Write the plotted metrics of a run to `out`."""
-    with out.open("w") as file:
-        for row in run.rows:
-            metrics = {key: row[key] for key in PLOTTED_METRICS if key in row}
-            if row["stage"] == "grpo":  # the value of its loss has no meaning
-                metrics.pop("optim/loss", None)
-            file.write(json.dumps(metrics) + "\n")
-
-
-def draw_picture(table: str, title: str) -> None:
-    """Draw `table`.jsonl as `table`.png."""
-    metrics, picture = (RESULTS / f"{table}.{suffix}" for suffix in ("jsonl", "png"))
-    words = [str(REPO / "plot.py"), str(metrics), "-o", str(picture), "--labels", title]
+def draw_run(run: Run, path: Path) -> None:
+    """Write the plotted metrics of a run to `path`.jsonl, and draw them as `path`.png."""
+    metrics, picture = path.with_suffix(".jsonl"), path.with_suffix(".png")
+    rows = ({key: row[key] for key in PLOTTED_METRICS if key in row} for row in run.rows)
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["plot.py", str(metrics), "-o", str(picture), "--labels", "make train: digits to sort"]
     subprocess.run([sys.executable, *words], cwd=REPO, check=True)
 
 
@@ -192,15 +182,10 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=names, help="this part (repeatable)")
     parser.add_argument("--list", action="store_true", help="list the parts, run nothing")
     parser.add_argument("--install", action="store_true", help="first install TRL (2.5 GB)")
-    parser.add_argument("--default-recipe", action="store_true", help="the recipe alone")
-    parser.add_argument("--addition-recipe", action="store_true", help="the recipe alone")
+    parser.add_argument("--recipe", choices=RECIPES, help="the table of this recipe alone")
     args = parser.parse_args()
-    if args.default_recipe:
-        run_recipe("default_recipe", [])
-        draw_picture("default_recipe", f"make train: digits to sort, seed {SEEDS[0]}")
-        return 0
-    if args.addition_recipe:
-        run_recipe("addition", ["recipes/addition.yaml"])
+    if args.recipe:
+        run_recipe(args.recipe)
         return 0
     if args.list:
         for part in PARTS:

@@ -57,24 +57,12 @@ PARTS = {
     "compile": (35, "the kernels' variants, compiled in parallel for the parts that time them"),
     "agreement": (18, "sampler against learner in bf16 and in float32"),
     "step": (58, "a GRPO step, LoRA and full: samples per second, time by part, profile"),
-    "decode": (
-        101,
-        "decode tokens per second over pages and plain, full weights and LoRA, beside generate, "
-        "continuous batching, vLLM; what the trial says",
-    ),
+    "decode": (101, "decode tokens per second, full weights and LoRA, beside other libraries"),
     "host": (30, "the share of a decode step in which the GPU waits for the host"),
     "kernels": (50, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
     "learner": (30, "learner tokens per second; peak memory against --plan"),
-    "branches": (
-        30,
-        "what the device's checks chose; score kernels of both branches and products by "
-        "themselves, TFLOP/s",
-    ),
-    "pages": (
-        18,
-        "attention over pages: ours, torch's varlen attention with one split and with its own "
-        "choice (pytorch#194167)",
-    ),
+    "branches": (30, "what the device's checks chose; the kernels of both branches, TFLOP/s"),
+    "pages": (18, "attention over pages: ours and torch's varlen attention (pytorch#194167)"),
     "group": (14, "a group of 16 on a prompt of 4,096 tokens"),
     "draw": (12, "a token from hidden states, without logits, beside today's path"),
     "sharded": (20, "ZeRO-3 and offload on one GPU"),
@@ -130,11 +118,10 @@ def execute_part(part: str, output: Path, dry: bool) -> None:
 
 
 def function_of(part: str) -> Callable[[Table, bool], None]:
-    modules, name = (
-        (importlib.import_module(f"bench.{module}") for module in MODULES),
-        f"part_{part}",
+    modules = (importlib.import_module(f"bench.{module}") for module in MODULES)
+    return next(
+        vars(module)[f"part_{part}"] for module in modules if f"part_{part}" in vars(module)
     )
-    return next(getattr(module, name) for module in modules if hasattr(module, name))
 
 
 def seconds_for(part: str, after: list[str], remaining: float) -> float:
@@ -168,8 +155,10 @@ def run_part(
     }
     with (folder / f"{part}.log").open("w") as log:
         # A process group, not a session: one would outlive a campaign that is killed.
-        command, mode = command_of(part, folder, dry), {"stdout": log, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, process_group=0, cwd=HERE.parent, env=env, **mode)
+        process = subprocess.Popen(
+            command_of(part, folder, dry), process_group=0, cwd=HERE.parent, env=env,
+            stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
         mode = ""
         while not mode:
             remaining = seconds - (time.perf_counter() - began)
@@ -212,10 +201,8 @@ def collect(output: Path, folder: Path) -> list[dict[str, str]]:
     parts.tar.gz and the traces, the smallest first, into traces.tar: machines return no file of
     more than 16 MiB, and a large trace would take the logs with it.
     """
-    traces, remaining = (
-        sorted(folder.glob("*.json.gz"), key=lambda path: path.stat().st_size),
-        TRACES,
-    )
+    traces = sorted(folder.glob("*.json.gz"), key=lambda path: path.stat().st_size)
+    remaining = TRACES
     with archive_at(output / "traces.tar", "w") as archive:
         for path in traces:
             remaining -= path.stat().st_size

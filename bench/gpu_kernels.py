@@ -76,9 +76,8 @@ def part_floors(table: Any, dry: bool) -> None:
         for _ in range(100):
             small.add_(1.0)
 
-    table.row(
-        "100 in a row", "torch add_", "launch", 10 * measure_milliseconds(launch, device), "us"
-    )
+    us = 10 * measure_milliseconds(launch, device)
+    table.row("100 in a row", "torch add_", "launch", us, "us")
     floors = {"tflops": tflops, "tb_per_s": tb_per_s}
     Path(table.path).with_name("floors.json").write_text(json.dumps(floors))
 
@@ -161,8 +160,7 @@ def part_kernels(table: Any, dry: bool) -> None:
             table.failure(case, name, failure, isinstance(failure, bench.CannotRun))
 
         for row in bench.bench_head(shape, tokens, device, dtype, names, 5, failed):
-            errors = f"errors {row['error']} {row['error_dx']} {row['error_dw']}"
-            put(case, row, f"{row['memory']}, {row['peak_mb']} MB, {errors}")
+            put(case, row, f"{row['memory']}, {row['peak_mb']:.0f} MB, errors {row['errors']}")
 
     def token_rows(shape: HeadShape, tokens: int) -> None:
         for row in bench.bench_logits(shape, tokens, device, dtype, 5):
@@ -170,11 +168,11 @@ def part_kernels(table: Any, dry: bool) -> None:
 
     def loss_rows() -> None:
         for row in bench.bench_tokens(1024 if dry else 32_768, device, 5):
-            put(str(row["operation"]), row)
+            put(row["operation"], row)
 
-    def put(case: str, row: dict[str, object], note: str = "") -> None:
-        took, floor = (float(str(row[name])) for name in ("median_ms", "floor_ms"))
-        table.row(case, str(row["provider"]), str(row["phase"]), took, "ms", floor, note)
+    def put(case: str, row: dict[str, Any], note: str = "") -> None:
+        times = row["median_ms"], "ms", row["floor_ms"]
+        table.row(case, row["provider"], row["phase"], *times, note)
 
     for tokens in (64,) if dry else (8192, 1024):
         for shape in shapes(dry):
@@ -252,11 +250,18 @@ def part_branches(table: Any, dry: bool) -> None:
     table.row("device", "torch", "name", name, note=f"torch {torch.__version__}")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         _verdicts(table, dtype, device_of(dry))
-    for kind in (_products, _older, _special):
+    for kind in ("cuBLAS", "older", "warp-specialised"):
         for shape in shapes(dry):
             operands = table.attempt(shape.model, "tensors", KernelInputs.make, shape, dry)
-            if operands is not None:
-                kind(table, shape, operands)
+            if operands is None:
+                continue
+            if kind == "cuBLAS":
+                _products(table, shape, operands)
+            else:
+                _score_kernels(table, shape, operands, kind, kind != "older")
+            if kind == "warp-specialised":
+                case = f"{shape.model}, both branches"
+                table.attempt(case, kind, _compare, table, case, operands)
             del operands
 
 
@@ -309,16 +314,6 @@ def _products(table: Any, shape: HeadShape, o: KernelInputs) -> None:
     }
     for name, run in products.items():
         _speed(table, f"{shape.model}, {name}", "cuBLAS", run, o, dz.shape[1])
-
-
-def _older(table: Any, shape: HeadShape, o: KernelInputs) -> None:
-    _score_kernels(table, shape, o, "older", False)
-
-
-def _special(table: Any, shape: HeadShape, o: KernelInputs) -> None:
-    case = f"{shape.model}, both branches"
-    _score_kernels(table, shape, o, "warp-specialised", True)
-    table.attempt(case, "warp-specialised", _compare, table, case, o)
 
 
 def scores_of(o: KernelInputs, special: bool) -> Any:
@@ -418,12 +413,8 @@ def _make(inputs: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
     kv = torch.randn(2, count, size, key_heads, width, dtype=torch.bfloat16, **options)
     q = torch.randn(rows, heads, width, dtype=torch.bfloat16, **options)
     read = 4.0 * key_heads * width * float(reference.sum() + shared * size * (rows // group))
-    return (
-        q,
-        kv,
-        *make_block_tables(tables, reference + shared * size, groups, size, kv.device),
-        read,
-    )
+    block_tables = make_block_tables(tables, reference + shared * size, groups, size, kv.device)
+    return q, kv, *block_tables, read
 
 
 def _ways(table: Any, case: str, made: tuple[Any, ...]) -> None:
@@ -440,16 +431,13 @@ def _ways(table: Any, case: str, made: tuple[Any, ...]) -> None:
     ways: dict[str, Callable[[], Tensor]] = {"ours": lambda: module._run_backend("triton", *inputs)}
     for n in (1, None):
         varlen = functools.partial(module.attend_varlen, splits=n)
-        ways[f"varlen, num_splits={n}"] = functools.partial(
-            module.attend_and_merge, varlen, *inputs
-        )
+        way = functools.partial(module.attend_and_merge, varlen, *inputs)
+        ways[f"varlen, num_splits={n}"] = way
     ways["gathered"] = lambda: module.attend_and_merge(module.attend_gathered, *inputs)
 
     def measure(name: str, way: Callable[[], Tensor]) -> None:
         if "varlen" in name and not module.varlen_supports_pages():
-            raise NotImplementedError(
-                f"torch {torch.__version__} has no varlen attention over pages"
-            )
+            raise NotImplementedError("this torch has no varlen attention over pages")
         worst = (way().double() - exact).abs().amax((1, 2))
         note = f"{int((~(worst < 0.05)).sum())} rows wrong"
         table.row(case, name, "largest_error", float(worst.max()), note=note)

@@ -293,9 +293,8 @@ def part_trace(table: Any, dry: bool) -> None:
             hidden = model.model(ids).last_hidden_state[0]
             # About the limit that a learner sets on a GPU of 80 GB.
             options: dict[str, Any] = {"entropy": False, "saved_bytes": 4 << 30}
-            linear_logprob(hidden[:-1], model.lm_head.weight, ids[0, 1:], **options)[
-                0
-            ].sum().backward()
+            inputs = hidden[:-1], model.lm_head.weight, ids[0, 1:]
+            linear_logprob(*inputs, **options)[0].sum().backward()
 
         _profiled(table, f"learner, {ids.shape[1]} tokens", "ours", step, lambda: 0)
 

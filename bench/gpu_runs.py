@@ -255,16 +255,13 @@ def part_sharded(table: Any, dry: bool) -> None:
     """
     sizes = ["--batch-size", "2", "--group-size", "2", "--max-tokens", "4"]
     sizes = sizes if dry else ["--batch-size", "8", "--group-size", "4", "--max-tokens", "64"]
-    names = ("zero3", "zero3_offload")
-    for i, name in enumerate(names):
+    for runs, name in ((2, "zero3"), (1, "zero3_offload")):
         launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
         launcher += [f"accelerate_configs/{name}.yaml", "--num_processes", "1"]
         launcher += ["--cpu"] if dry else []
-        table.attempt(name, "ours", sharded, table, name, dry, launcher, sizes, len(names) - i)
 
+        def sharded(name: str = name, runs: int = runs, launcher: list[str] = launcher) -> None:
+            require_packages("deepspeed")
+            grpo(table, name, dry, launcher, sizes, seconds_left(runs))
 
-def sharded(
-    table: Any, name: str, dry: bool, launcher: list[str], sizes: list[str], runs: int
-) -> None:
-    require_packages("deepspeed")
-    grpo(table, name, dry, launcher, sizes, seconds_left(runs))
+        table.attempt(name, "ours", sharded)

@@ -124,30 +124,23 @@ def format_verdict(rows: Sequence[Row], device: str) -> str:
     steps = [row for row in rows if (row["part"], row["metric"]) == ("step", "samples_per_s")]
     limits = [row for row in rows if row["part"] == "floors" and row["case"] != "whole part"]
     limits = [row for row in limits if number(row["value"]) is not None]
-    wrong_cases, unfinished = (
-        [row[key] for row in some] for key, some in (("case", wrong), ("part", ends))
-    )
-    slowest = find_slowest(rows)
+    wrong_cases, unfinished = [row["case"] for row in wrong], [row["part"] for row in ends]
+    reached = [
+        f"{r['part']}, {r['case']}, {r['metric']} reaches {share:.0%} of its floor"
+        for share, r in find_slowest(rows)
+    ]
+    figures = [f"{r['metric']} {float(r['value']):.4g} {r['unit']}".rstrip() for r in limits]
+    host = [f"{share:.0%} of a step at {case}" for share, case in sorted(shares)[-1:]]
+    verdicts = [f"WRONG in {kl(wrong)}"] * bool(wrong) + [f"right in {kl(right)}"] * bool(right)
     lines = {
         "tests": ", ".join(f"{n} {outcome}" for outcome, n in outcomes.items()) or "none ran",
         "failed": join(failures),
-        "sampler and learner": "; ".join(
-            [f"WRONG in {kl(wrong)}"] * bool(wrong) + [f"right in {kl(right)}"] * bool(right)
-        ),
+        "sampler and learner": "; ".join(verdicts),
         "memory": join([f"{r['provider']}: {float(r['value']):.2f} of it" for r in plans]),
-        "limits": ", ".join(
-            f"{r['metric']} {float(r['value']):.4g} {r['unit']}".rstrip() for r in limits
-        ),
+        "limits": ", ".join(figures),
         "step": join([f"{r['case']}: {r['value']} samples/s, {r['note']}" for r in steps]),
-        "host": "; ".join(
-            f"{share:.0%} of a step at {case}" for share, case in sorted(shares)[-1:]
-        ),
-        "slow": join(
-            [
-                f"{r['part']}, {r['case']}, {r['metric']} reaches {x:.0%} of its floor"
-                for x, r in slowest
-            ]
-        ),
+        "host": "; ".join(host),
+        "slow": join(reached),
         "behind": join(find_beaten(rows), 4),
         "next": join(list_next(failed_tests, wrong_cases, unfinished, rows), 4),
     }

@@ -23,7 +23,6 @@ over TRL's norm) differs by more than 1e-4.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -44,7 +43,8 @@ from bench.harness import (  # noqa: E402
 )
 
 TOLERANCE = 1e-4
-PROBLEMS, SAMPLES, MAX_TOKENS, STEPS = 8, 8, 6, 2
+PROBLEMS, SAMPLES, MAX_TOKENS, STEPS, SEED = 8, 8, 6, 2, 0
+LEARNING_RATE = 1e-3  # at which the second step clips
 # TRL's settings, and Whetstone's settings of the same loss. TRL's epsilons are distances from 1,
 # except for cispo, where epsilon_high is the largest ratio.
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -85,12 +85,7 @@ class Steps:
         self.gradients.append({name: p.grad.detach().clone() for name, p in parameters})
 
 
-@dataclass(frozen=True)
-class Completion:
-    """Hold the token ids of a prompt and of the response that TRL sampled."""
-
-    prompt: tuple[int, ...]
-    response: tuple[int, ...]
+Completion = tuple[tuple[int, ...], tuple[int, ...]]  # token ids of a prompt and its response
 
 
 def reward_of(text: str) -> float:
@@ -98,9 +93,7 @@ def reward_of(text: str) -> float:
     return sum(character in "02468" for character in text) / MAX_TOKENS
 
 
-def run_trl(
-    args: argparse.Namespace, settings: dict[str, Any], model: Path, folder: Path
-) -> tuple[Steps, list[Completion]]:
+def run_trl(settings: dict[str, Any], model: Path, folder: Path) -> tuple[Steps, list[Completion]]:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -124,8 +117,8 @@ def run_trl(
 
     rows = [{"prompt": f"{10 + 9 * i}+{35 + 7 * i}="} for i in range(PROBLEMS)]
     config = GRPOConfig(
-        **TRL_SETTINGS, output_dir=str(folder), max_steps=STEPS, seed=args.seed,
-        learning_rate=args.learning_rate, max_grad_norm=0.0,
+        **TRL_SETTINGS, output_dir=str(folder), max_steps=STEPS, seed=SEED,
+        learning_rate=LEARNING_RATE, max_grad_norm=0.0,
         per_device_train_batch_size=PROBLEMS * SAMPLES, num_generations=SAMPLES,
         num_iterations=STEPS, max_completion_length=MAX_TOKENS,
         scale_rewards="none", **{"beta": 0.0, **settings},
@@ -149,13 +142,12 @@ def _completions(inputs: dict[str, Any]) -> list[Completion]:
     for side in ("prompt", "completion"):
         pairs = zip(inputs[f"{side}_ids"], inputs[f"{side}_mask"], strict=True)
         sides.append([tuple(ids[mask.bool()].tolist()) for ids, mask in pairs])
-    return [Completion(*pair) for pair in zip(*sides, strict=True)]
+    return list(zip(*sides, strict=True))
 
 
 def run_whetstone(
-    args: argparse.Namespace, settings: dict[str, Any], model: Path, folder: Path,
-    drawn: list[Completion],
-) -> Steps:  # fmt: skip
+    settings: dict[str, Any], model: Path, folder: Path, drawn: list[Completion]
+) -> Steps:
     """Run the hooks of `grpo` on a real client and record what its worker computes."""
     from rl.algorithms import GRPO, GrpoSettings, Models, PolicyGradientSettings, Progress
     from rl.client import ServiceClient
@@ -183,12 +175,12 @@ def run_whetstone(
             sampling=SamplingSettings(temperature=1.0, max_tokens=MAX_TOKENS),
             policy_gradient=PolicyGradientSettings(**loss),
             kl=KlSettings(**kl),
-            optim=OptimSettings(learning_rate=args.learning_rate, grad_clip_norm=0.0),
+            optim=OptimSettings(learning_rate=LEARNING_RATE, grad_clip_norm=0.0),
         )
     )
     worker_group._execute = noting
     try:
-        with ServiceClient(output_dir=folder, seed=args.seed) as service:
+        with ServiceClient(output_dir=folder, seed=SEED) as service:
             reference = FrozenScorer(service.create_sampling_client(base_model=str(model)))
             policy = service.create_full_training_client(str(model))
             models = Models(policy, {"reference": reference})
@@ -209,18 +201,18 @@ def _groups(policy: Any, drawn: list[Completion]) -> list[Any]:
     from rl.types import ModelInput, SampledSequence
 
     tokenizer, sampler = policy.get_tokenizer(), policy.save_weights_and_get_sampling_client()
-    texts = [ModelInput.from_ints([*item.prompt, *item.response]) for item in drawn]
+    texts = [ModelInput.from_ints([*prompt, *response]) for prompt, response in drawn]
     logprobs = sampler.compute_logprobs_many(texts).result()
     members: dict[tuple[int, ...], list[Trajectory]] = {}
-    for item, scores in zip(drawn, logprobs, strict=True):
-        action = SampledSequence(list(item.response), scores[len(item.prompt) :])
-        reward = reward_of(tokenizer.decode(item.response, skip_special_tokens=True))
-        transition = Transition(ModelInput.from_ints(list(item.prompt)), action, reward, True)
-        members.setdefault(item.prompt, []).append(Trajectory([transition]))
+    for (prompt, response), scores in zip(drawn, logprobs, strict=True):
+        action = SampledSequence(list(response), scores[len(prompt) :])
+        reward = reward_of(tokenizer.decode(response, skip_special_tokens=True))
+        transition = Transition(ModelInput.from_ints(list(prompt)), action, reward, True)
+        members.setdefault(prompt, []).append(Trajectory([transition]))
     groups = [TrajectoryGroup(g, [0.0] * len(g), [{} for _ in g]) for g in members.values()]
     sizes = [len(group.trajectories_G) for group in groups]
     if sizes != [SAMPLES] * PROBLEMS or not all(map(is_mixed, groups)):
-        raise ValueError("a group is not whole, or all members earn the same: take another --seed")
+        raise ValueError("a group is not whole, or all members earn the same: take another SEED")
     return groups
 
 
@@ -232,31 +224,20 @@ def compare(name: str, ours: Steps, theirs: Steps) -> list[dict[str, Any]]:
     for step in range(STEPS):
         mine, other = ours.gradients[step], theirs.gradients[step]
         if mine.keys() != other.keys():
-            raise ValueError(
-                f"gradients of different weights: {sorted(mine.keys() ^ other.keys())}"
-            )
-        flat = [torch.cat([side[key].double().flatten() for key in mine]) for side in (mine, other)]
+            raise ValueError(f"gradients of other weights: {sorted(mine.keys() ^ other.keys())}")
+        a, b = (torch.cat([side[key].double().flatten() for key in mine]) for side in (mine, other))
         loss, trl_loss = ours.losses[step], theirs.losses[step]
-        rows.append(
-            {
-                "loss_type": name,
-                "step": step,
-                "whetstone_loss": round(loss, 7) + 0.0,  # avoids -0
-                "trl_loss": round(trl_loss, 7) + 0.0,
-                "loss_difference": f"{abs(loss - trl_loss) / max(1.0, abs(trl_loss)):.1e}",
-                "gradient_norm": f"{float(flat[1].norm()):.6g}",
-                "gradient_difference": f"{float((flat[0] - flat[1]).norm() / flat[1].norm()):.1e}",
-                "outside": round(ours.outside[step], 3),
-            }
-        )
+        row = {"loss_type": name, "step": step}
+        row |= {"whetstone_loss": round(loss, 7) + 0.0, "trl_loss": round(trl_loss, 7) + 0.0}
+        row |= {"loss_difference": f"{abs(loss - trl_loss) / max(1.0, abs(trl_loss)):.1e}"}
+        row |= {"gradient_norm": f"{float(b.norm()):.6g}"}
+        row |= {"gradient_difference": f"{float((a - b).norm() / b.norm()):.1e}"}
+        rows.append({**row, "outside": round(ours.outside[step], 3)})
     return rows
 
 
 def main() -> int:
     parser = make_parser(__doc__, output=RESULTS / "grpo_losses_vs_trl_cpu.csv")
-    # A learning rate at which the second step clips.
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     import torch
@@ -268,12 +249,12 @@ def main() -> int:
     table: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="grpo_losses_vs_trl-") as name:
         folder = Path(name)
-        loaded = load_model("tiny:addition", seed=args.seed)
+        loaded = load_model("tiny:addition", seed=SEED)
         loaded.model.save_pretrained(folder / "model")
         loaded.tokenizer.save_pretrained(folder / "model")
         for loss, (trl_settings, own_settings) in LOSSES.items():
-            theirs, drawn = run_trl(args, trl_settings, folder / "model", folder / f"trl-{loss}")
-            ours = run_whetstone(args, own_settings, folder / "model", folder / loss, drawn)
+            theirs, drawn = run_trl(trl_settings, folder / "model", folder / f"trl-{loss}")
+            ours = run_whetstone(own_settings, folder / "model", folder / loss, drawn)
             table += compare(loss, ours, theirs)
             for row in table[-STEPS:]:
                 show(row)

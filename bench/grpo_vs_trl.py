@@ -4,9 +4,9 @@ and settings, side by side on a CPU.
     .venv-bench/bin/python bench/grpo_vs_trl.py                      # trains the model first (SFT)
     .venv-bench/bin/python bench/grpo_vs_trl.py --model runs/addition/checkpoints/sft-final/model
 
-Each peer trains in a separate process. The peers take turns by blocks of --block steps, in the
-order A B, B A, A B, ..., and the waiting peer is blocked on a pipe, so that other load on the
-machine affects both alike. A step's time is that of the peer's whole loop (data, sampling, rewards,
+Each peer trains in a separate process. The peers take turns by blocks of BLOCK steps, in the order
+A B, B A, A B, ..., and the waiting peer is blocked on a pipe, so that other load on the machine
+affects both alike. A step's time is that of the peer's whole loop (data, sampling, rewards,
 backward, optimizer, weight sync to the sampler); evaluation and saving are excluded on both sides.
 CPU seconds are those of the peer's process, all threads.
 
@@ -16,9 +16,9 @@ settings here: plain `generate` (its continuous batching is slower on a CPU), no
 saving. Both use AdamW (0.9, 0.95), a constant learning rate, clipping to norm 1, advantages divided
 by the group's std, and a loss averaged over tokens.
 
-Held-out accuracy: both peers write their weights at the steps of --evaluate-at. evaluate.py
-samples the same 512 problems for all of them, four samples each with the same random streams
-(standard error about 0.01).
+Held-out accuracy: both peers write their weights at the steps EVALUATED. evaluate.py samples the
+same 512 problems for all of them, four samples each with the same random streams (standard error
+about 0.01).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,9 @@ from bench.harness import (  # noqa: E402
 )
 from bench.learning import evaluate_sums, taught_model  # noqa: E402
 
-PROBLEMS, SAMPLES, MAX_TOKENS, HELD_OUT = 64, 8, 4, 512
+PROBLEMS, SAMPLES, MAX_TOKENS, LEARNING_RATE = 64, 8, 4, 3e-4
+BLOCK, EVALUATED = 5, (0, 25, 75, 100, 150)
 PEERS = ("whetstone", "trl")
-Curves = dict[str, dict[str, float]]  # accuracy by peer and step
 # Settings of TRL's trainers: AdamW as here, fp32 on a CPU, a micro-batch of all completions, no
 # logging, evaluation or saving.
 TRL_SETTINGS: dict[str, Any] = dict(
@@ -72,9 +72,8 @@ class BlockReporter:
 
     save: Callable[[int], str]
 
-    def __init__(self, args: argparse.Namespace):
-        self.args = args
-        self.done = 0
+    def __init__(self, steps: int):
+        self.steps, self.done = steps, 0
         self.seconds: list[float] = []
         self.cpu: list[float] = []
         self.weights: dict[int, str] = {}
@@ -93,18 +92,18 @@ class BlockReporter:
         self.cpu.append(time.process_time() - self._cpu)
         self.done += 1
         self._keep()
-        if self.done % self.args.block == 0 or self.done == self.args.steps:
+        if self.done % BLOCK == 0 or self.done == self.steps:
             self._report()
         self._start()
 
     def _keep(self) -> None:
-        if self.done in self.args.evaluate_at:
+        if self.done in EVALUATED:
             self.weights[self.done] = self.save(self.done)
 
     def _report(self) -> None:
         report = {"seconds": self.seconds, "cpu": self.cpu, "weights": self.weights}
         print(json.dumps(report), file=self._out, flush=True)
-        if self.done < self.args.steps:
+        if self.done < self.steps:
             if not sys.stdin.readline():
                 raise SystemExit("the parent is gone")
             self._start()
@@ -129,10 +128,10 @@ def grpo_plan(args: argparse.Namespace) -> Any:
 
     settings = GrpoSettings(
         model=ModelSettings(base_model=str(args.model)),
-        data=DataSettings(dataset="addition", reward="exact_match", eval_limit=HELD_OUT),
+        data=DataSettings(dataset="addition", reward="exact_match", eval_limit=512),
         sampling=SamplingSettings(max_tokens=MAX_TOKENS, temperature=1.0),
         policy_gradient=PolicyGradientSettings(group_size=SAMPLES, advantage="mean_std"),
-        optim=OptimSettings(learning_rate=args.learning_rate),
+        optim=OptimSettings(learning_rate=LEARNING_RATE),
         loop=LoopSettings(steps=args.steps, batch_size=PROBLEMS),
     )
     return StageConfig("grpo", "grpo", settings)
@@ -215,7 +214,7 @@ def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     config = GRPOConfig(
         **TRL_SETTINGS, output_dir=str(args.folder), max_steps=args.steps, seed=args.seed,
-        learning_rate=args.learning_rate, max_grad_norm=1.0,
+        learning_rate=LEARNING_RATE, max_grad_norm=1.0,
         per_device_train_batch_size=PROBLEMS * SAMPLES, num_generations=SAMPLES, num_iterations=1,
         max_completion_length=MAX_TOKENS, beta=0.0, scale_rewards="group", loss_type="dapo",
     )  # fmt: skip
@@ -233,12 +232,10 @@ def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
 
 def start_peer(peer: str, args: argparse.Namespace, folder: Path) -> JsonProcess:
     """Start a peer in a separate process, which reports after each block."""
-    inputs = ["model", "steps", "block", "threads", "seed", "learning_rate"]
-    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in inputs]
-    flags += ["--evaluate-at", *map(str, args.evaluate_at)]
-    flags += ["--peer", peer, "--folder", str(folder / peer)]
+    flags = [f"--{name}={getattr(args, name)}" for name in ("model", "steps", "threads", "seed")]
+    command = [sys.executable, __file__, *flags, "--peer", peer, "--folder", str(folder / peer)]
     threads = {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
-    return JsonProcess([sys.executable, __file__, *flags], {**os.environ, **threads})
+    return JsonProcess(command, {**os.environ, **threads})
 
 
 def run_peers(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
@@ -249,7 +246,7 @@ def run_peers(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any
         for name in PEERS:
             peers[name] = stack.enter_context(contextlib.closing(start_peer(name, args, folder)))
             peers[name].read()  # loaded and ready, before the next peer loads
-        for number in range(-(-args.steps // args.block)):
+        for number in range(-(-args.steps // BLOCK)):
             for name in PEERS if number % 2 == 0 else PEERS[::-1]:
                 reports[name] = peers[name].ask(turn=number)
             means = (f"{n} {statistics.mean(r['seconds']):.3f} s" for n, r in reports.items())
@@ -257,65 +254,51 @@ def run_peers(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any
     return reports
 
 
-def evaluate_accuracies(reports: dict[str, dict[str, Any]]) -> Curves:
-    """Return the held-out sampled accuracy of every weights folder, by the same evaluator."""
-    return {
-        peer: {step: evaluate_sums(path, 4) for step, path in report["weights"].items()}
-        for peer, report in reports.items()
-    }
-
-
-def rows(args: Any, reports: dict[str, dict[str, Any]], curves: Curves) -> Iterator[dict[str, Any]]:
+def summarize(peer: str, args: argparse.Namespace, reports: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a peer, with the held-out accuracy of all weights that it wrote."""
     import torch
     import trl
 
-    means = {peer: statistics.mean(report["seconds"]) for peer, report in reports.items()}
-    for peer, report in reports.items():
-        milliseconds = [1e3 * seconds for seconds in report["seconds"]]
-        yield {
-            "peer": f"trl {trl.__version__}" if peer == "trl" else peer,
-            "steps": len(milliseconds),
-            "mean_ms": round(statistics.mean(milliseconds), 1),
-            "median_ms": round(statistics.median(milliseconds), 1),
-            "cpu_mean_ms": round(1e3 * statistics.mean(report["cpu"]), 1),
-            "share_of_trl": round(means[peer] / means["trl"], 3),
-            **{f"accuracy_at_{step}": round(share, 3) for step, share in curves[peer].items()},
-            "threads": args.threads,
-            "torch": torch.__version__,
-            "machine": describe_machine(),
-            "command": command_line(),
-        }
+    report, seconds = reports[peer], reports[peer]["seconds"]
+    weights = report["weights"].items()
+    mean = statistics.mean(seconds)
+    return {
+        "peer": f"trl {trl.__version__}" if peer == "trl" else peer,
+        "steps": len(seconds),
+        "mean_ms": round(1e3 * mean, 1),
+        "median_ms": round(1e3 * statistics.median(seconds), 1),
+        "cpu_mean_ms": round(1e3 * statistics.mean(report["cpu"]), 1),
+        "share_of_trl": round(mean / statistics.mean(reports["trl"]["seconds"]), 3),
+        **{f"accuracy_at_{step}": round(evaluate_sums(path, 4), 3) for step, path in weights},
+        "threads": args.threads,
+        "torch": torch.__version__,
+        "machine": describe_machine(),
+        "command": command_line(),
+    }
 
 
 def main() -> None:
     parser = make_parser(__doc__, output=RESULTS / "grpo_vs_trl_cpu.csv")
     parser.add_argument("--model", type=Path, help="default: the recipe's first stage is run")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--block", type=int, default=5, help="steps of a turn")
-    parser.add_argument("--evaluate-at", type=int, nargs="*", default=[0, 25, 75, 100, 150])
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--threads", type=int, default=2, help="torch threads of each peer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if importlib.util.find_spec("trl") is None:
-        raise SystemExit(
-            'this Python has no trl: make campaign ARGS="--install --only grpo_vs_trl"'
-        )
+        raise SystemExit('no trl here: make campaign ARGS="--install --only grpo_vs_trl"')
     if args.peer:  # in the process of a peer
-        turns = BlockReporter(args)
+        turns = BlockReporter(args.steps)
         silence_libraries(args.threads)
         return {"whetstone": run_whetstone, "trl": run_trl}[args.peer](args, turns)
     with tempfile.TemporaryDirectory(prefix="grpo_vs_trl-") as name:
-        folder = Path(name)
-        args.model = args.model or taught_model(args.seed, folder)
-        reports = run_peers(args, folder)
-        result = list(rows(args, reports, evaluate_accuracies(reports)))
-    write_table(args.output, result)
-    for row in result:
+        args.model = args.model or taught_model(args.seed, Path(name))
+        reports = run_peers(args, Path(name))
+        rows = [summarize(peer, args, reports) for peer in PEERS]
+    write_table(args.output, rows)
+    for row in rows:
         show(row)
-    print(f"written to {args.output}")
 
 
 if __name__ == "__main__":

@@ -46,13 +46,6 @@ def make_parser(
     return parser
 
 
-def data_argument(text: str | None) -> Path:
-    """Parse a command line whose only word is the folder of the data sets."""
-    parser = make_parser(text)
-    parser.add_argument("data", nargs="?", type=Path, default=DATA)
-    return parser.parse_args().data
-
-
 def describe_machine() -> str:
     """Return a description of the machine: the CPU's model name, the cores this process may use,
     memory, versions of Python and torch.
@@ -186,7 +179,6 @@ class JsonProcess:
     def __init__(self, command: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.process = subprocess.Popen(command, text=True, env=env, **pipes, **options)
-        self.versions: dict[str, str] = {}
 
     def read(self) -> Any:
         """Return the next answer. Raises RuntimeError if the process ended instead (its message is

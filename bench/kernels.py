@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,23 +80,13 @@ def copy_floor_ms(size: float) -> float:
 # -------------------------------------------------------------------------------------------- timing
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Hold the milliseconds (median, 20% and 80% quantiles) and the peak of allocated bytes above
-    those held before (CUDA; else 0).
+class Timing(NamedTuple):
+    """Hold the median milliseconds and the peak of allocated bytes above those held before (CUDA;
+    else 0).
     """
 
     median: float
-    low: float
-    high: float
     peak_bytes: int
-
-
-def compute_quantiles(samples: list[float]) -> tuple[float, float, float]:
-    if len(samples) == 1:
-        return samples[0], samples[0], samples[0]
-    cuts = statistics.quantiles(samples, n=5, method="inclusive")
-    return statistics.median(samples), cuts[0], cuts[3]
 
 
 @dataclass(frozen=True)
@@ -154,7 +144,7 @@ def measure(steps: dict[str, Step], device: str, repeats: int) -> dict[str, Timi
     for round_ in range(repeats):
         for name in list(steps) if round_ % 2 == 0 else list(steps)[::-1]:
             samples[name].append(once(steps[name], device, flush))
-    return {name: Timing(*compute_quantiles(samples[name]), peaks[name]) for name in steps}
+    return {name: Timing(statistics.median(samples[name]), peaks[name]) for name in steps}
 
 
 def captured(run: Callable[[], object]) -> Step:
@@ -302,22 +292,16 @@ PROVIDERS = (
 # ---------------------------------------------------------------------------------------------- rows
 
 Errors = tuple[float, float, float]  # logp, dX, dW
-COLUMNS = (
-    "operation provider memory phase model tokens D V dtype device median_ms low_ms high_ms "
-    "floor_ms peak_mb error error_dx error_dw"
-).split()
-Row = dict[str, object]
+Row = dict[str, Any]
 
 
 def row(
-    labels: tuple[str, str, str, str], p: LogprobBatch, timing: Timing, floor: float, errors: Errors
+    labels: tuple[str, str, str, str], timing: Timing, floor: float, errors: Errors = (NAN,) * 3
 ) -> Row:
     """Return a row of the table. `labels`: operation, provider, memory class, phase."""
-    shape, device = p.shape, torch.cuda.get_device_name() if p.x.is_cuda else "cpu"
-    sizes = [shape.model, len(p.y), shape.D, shape.V, str(p.x.dtype).removeprefix("torch."), device]
-    times = [f"{t:.4f}" for t in (timing.median, timing.low, timing.high, floor)]
-    figures = [f"{timing.peak_bytes / 1e6:.0f}", *(f"{error:.1e}" for error in errors)]
-    return dict(zip(COLUMNS, [*labels, *sizes, *times, *figures], strict=True))
+    result = dict(zip(("operation", "provider", "memory", "phase"), labels, strict=True))
+    figures = {"median_ms": timing.median, "floor_ms": floor, "peak_mb": timing.peak_bytes / 1e6}
+    return {**result, **figures, "errors": " ".join(f"{error:.1e}" for error in errors)}
 
 
 @torch.no_grad()
@@ -404,7 +388,7 @@ def one_provider(
     for phase, step in head_steps(provider, p).items():
         timing = measure({phase: step}, device, repeats)[phase]
         labels = "linear_logprob", provider.name, provider.memory, phase
-        yield row(labels, p, timing, floor_ms(products[phase], tokens, shape), errors)
+        yield row(labels, timing, floor_ms(products[phase], tokens, shape), errors)
 
 
 def bench_logits(
@@ -430,7 +414,7 @@ def bench_logits(
     for name, timing in measure(steps, device, repeats).items():
         phase, copies = ("forward", 1) if name.endswith("forward") else ("both", 3)
         labels = "token_logprob", name.split()[0], "logits", phase
-        yield row(labels, p, timing, copy_floor_ms(copies * size), (error, NAN, NAN))
+        yield row(labels, timing, copy_floor_ms(copies * size), (error, NAN, NAN))
 
 
 def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
@@ -438,7 +422,6 @@ def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
     reported, the goal is 0.010 ms for 32k tokens. "graph" is replayed from a CUDA graph, so that it
     excludes the host's 0.1 ms.
     """
-    p = LogprobBatch.make(HeadShape(model="tokens", D=1, V=2), tokens, device, torch.float32)
     logp, old, advantage = (torch.randn(tokens, device=device) * 0.1 for _ in range(3))
 
     def call() -> object:
@@ -449,7 +432,7 @@ def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
         steps["graph"] = captured(call)
     for phase, timing in measure(steps, device, repeats).items():
         labels = "policy_loss", "ours", "flat", phase
-        yield row(labels, p, timing, copy_floor_ms(32 * tokens), (0.0, 0.0, 0.0))
+        yield row(labels, timing, copy_floor_ms(32 * tokens))
 
 
 # --------------------------------------------------------------------------------------------- a CPU
@@ -472,12 +455,8 @@ def measure_once(provider: Provider, shape: HeadShape, tokens: int) -> dict[str,
     gradients = 4 * (p.x.numel() + (0 if provider.frozen else p.w.numel()))
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, wall, cpu = status_bytes("VmRSS"), time.perf_counter(), time.process_time()
-    if provider.name == "ours_entropy":  # the gradient of both
-        logp, entropy = linear_logprob(p.x, p.w, p.y, entropy=True, saved_bytes=0)[:2]
-        torch.autograd.backward((logp, entropy), (p.upstream, 0.01 * p.upstream))
-    else:
-        logp = provider.logprobs(p)
-        logp.backward(p.upstream)
+    logp = provider.logprobs(p)
+    logp.backward(p.upstream)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     extra = (status_bytes("VmHWM") - before - gradients) / 1e6
     with torch.no_grad():

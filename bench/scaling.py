@@ -1,43 +1,36 @@
-"""Model step time, memory and traffic of a GRPO step on 1 to 1,024 GPUs, and check the modelled
-traffic with two real processes.
+"""Model step time, memory and traffic of a GRPO step on 1 to 1,024 GPUs.
 
-    python bench/scaling.py              # results/scaling.csv, scaling.png: under a minute
-    python bench/scaling.py --measure    # first the bytes that two gloo processes really send
+    python bench/scaling.py              # scaling.csv, scaling.png, expert_parallel.csv: a minute
     python bench/scaling.py --sampling-rate 7B:2500 --mfu 0.35 --reward-seconds 0.05
 
 Memory is that of `train.py --plan`. Sampling, arithmetic, traffic and the driver's work add up,
 because the loop runs them in sequence. The number of answers per GPU is fixed. The rates are inputs,
 not measurements. Where a sampler's whole copy fits no GPU, the fewest GPUs of a machine that can
 hold it together do so (`--sampler-tp`). A mixture of experts computes with the parameters that a
-token is routed to, and holds, sends and gathers all of them. The tower of a vision-language model
-runs over every image. Symbols: W ranks, L layers, D hidden size, V vocabulary, k GPUs of a team.
+token is routed to, and holds, sends and gathers all of them. expert_parallel.csv has the bytes that
+a rank sends for a micro-batch under FSDP2, with and without `--expert-parallel-size`.
+tests/memory_plan/test_scaling_models.py compares the modelled bytes with those that real processes
+send. Symbols: W ranks, L layers, D hidden size, V vocabulary, k GPUs of a team.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.harness import REPO, RESULTS, make_parser, write_table  # noqa: E402
+from bench.harness import RESULTS, make_parser, write_table  # noqa: E402
 from rl.distributed import FP32, Sharding, ZeroSharding  # noqa: E402
 from rl.distributed.sharding import REUSE_DISTANCE  # noqa: E402
 from rl.errors import UserError  # noqa: E402
-from rl.memory_plan import (  # noqa: E402  # noqa: E402
+from rl.memory_plan import (  # noqa: E402
     GIB,
     USABLE_FRACTION,
     ComputeConfig,
@@ -54,8 +47,6 @@ from rl.memory_plan.shapes import (  # noqa: E402
     count_pool_pages,
     largest_micro_batch,
 )
-from rl.types import AdamParams, Datum, ModelInput  # noqa: E402
-from rl.vllm import find_free_port  # noqa: E402
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STAGES: dict[str, int | None] = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -71,7 +62,7 @@ SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "32B": (5120, 64, 40, 8, 27_648, 152_064, False),
 }
 # Sampled tokens per second of an H100 with a batch of 64: an assumption.
-RATES = {"0.5B": 20000, "1.5B": 12000, "3B": 8000, "7B": 4500, "14B": 2500, "32B": 1200, "30B-A3B": 6000, "8B-VL": 4000}  # fmt: skip
+RATES = {"0.5B": 20000, "1.5B": 12000, "3B": 8000, "7B": 4500, "14B": 2500, "32B": 1200, "30B-A3B": 6000}  # fmt: skip
 _COLUMNS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size", "tie_word_embeddings")  # fmt: skip
 
 
@@ -93,8 +84,7 @@ class DriverRates:
     """Hold the rates of the work that rank 0 does, and of reward workers. `reward_machines`: on how
     many machines `reward_workers` workers each compute rewards; 0: on all. `score_seconds`: rank 0's
     own time for an answer, as bench/reward_machines.py measures it. `bytes_per_token`,
-    `pack_seconds` and `unpack_seconds` (per token) describe a batch on its way to the ranks, as
-    --measure prints them.
+    `pack_seconds` and `unpack_seconds` (per token) describe a batch on its way to the ranks.
     """
 
     reward_seconds: float = 0.005
@@ -129,9 +119,7 @@ class Load:
 
 
 def config_of(name: str) -> Any:
-    """Return a config: Qwen2.5, Qwen3's mixture that routes a token to 8 of 128 experts, or Qwen3-VL
-    with its tower.
-    """
+    """Return a config: Qwen2.5, or Qwen3's mixture that routes a token to 8 of 128 experts."""
     import transformers
 
     if name == "30B-A3B":
@@ -141,23 +129,14 @@ def config_of(name: str) -> Any:
             num_experts_per_tok=8, decoder_sparse_step=1, mlp_only_layers=[], vocab_size=151_936,
             tie_word_embeddings=False, max_position_embeddings=32_768,
         )  # fmt: skip
-    if name == "8B-VL":
-        rope = {"rope_type": "default", "mrope_section": [24, 20, 20], "rope_theta": 5e6}
-        text = dict(
-            hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
-            head_dim=128, intermediate_size=12_288, vocab_size=151_936,
-            max_position_embeddings=32_768, rope_parameters=rope,
-        )  # fmt: skip
-        tower = dict(
-            depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, patch_size=16,
-            spatial_merge_size=2, out_hidden_size=4096, deepstack_visual_indexes=[8, 16, 24],
-            num_position_embeddings=2304,
-        )  # fmt: skip
-        return transformers.Qwen3VLConfig(
-            text_config=text, vision_config=tower, tie_word_embeddings=False
-        )
     sizes = dict(zip(_COLUMNS, SIZES[name], strict=True))
     return transformers.Qwen2Config(**sizes, max_position_embeddings=32_768)
+
+
+def make_skeleton(name: str) -> ModelSkeleton:
+    with tempfile.TemporaryDirectory() as folder:
+        config_of(name).save_pretrained(folder)
+        return ModelSkeleton(folder, None, None)
 
 
 # --------------------------------------------------------------------------- samplers of several GPUs
@@ -173,9 +152,8 @@ class CollectiveTraffic:
     copied: float = 0.0
 
     def __add__(self, other: CollectiveTraffic) -> CollectiveTraffic:
-        return CollectiveTraffic(
-            *(a + b for a, b in zip(astuple(self), astuple(other), strict=True))
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return CollectiveTraffic(*(a + b for a, b in pairs))
 
     def times(self, count: int) -> CollectiveTraffic:
         return CollectiveTraffic(*(count * number for number in astuple(self)))
@@ -260,12 +238,37 @@ def payload(shape: ModelShape, launch: LaunchShape, micro_batches: int) -> dict[
     return {"all_reduce": 0.0, "all_gather": gathered, "reduce_scatter": micro_batches * gradients}
 
 
+RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+
+
 def on_the_wire(sent: Mapping[str, float], world: int) -> float:
     """Return the bytes that a rank sends in rings: 2 (W - 1) / W of all-reduced bytes, (W - 1) / W of
     gathered or scattered bytes.
     """
-    whole = 2 * sent["all_reduce"] + sent["all_gather"] + sent["reduce_scatter"]
-    return (world - 1) / world * whole
+    return (world - 1) / world * sum(RING[kind] * count for kind, count in sent.items())
+
+
+def expert_traffic(
+    shape: ModelShape, world: int, size: int, tokens: int, *, number: int = 4, recomputes: bool
+) -> dict[str, float]:
+    """Return the bytes that a rank sends for a micro-batch of a mixture under FSDP2, whose experts
+    `size` ranks divide.
+
+    `number`: bytes of a weight or an activation in messages. `recomputes`: gradient checkpointing
+    runs each forward, with its messages, twice. Weights of layers are gathered for the forward and
+    the backward, the rest once; gradients are scattered in fp32. Rows are sent to experts and back,
+    in the forward and in the backward, evenly spread.
+    """
+    experts = shape.layers * shape.layer_experts
+    dense = shape.layers * shape.layer - experts
+    outside, local = shape.parameters - dense - experts, experts / size
+    share, divided = (world - 1) / world, (world / size - 1) / (world / size)
+    rows = shape.layers * tokens * shape.experts_per_token * shape.hidden * (size - 1) / size
+    return {
+        "all_gather": number * (share * (2 * dense + outside) + divided * 2 * local),
+        "reduce_scatter": 4 * (share * (dense + outside) + divided * local),
+        "all_to_all": number * rows * (6 if recomputes else 4),
+    }
 
 
 # ----------------------------------------------------------------------------------------- step time
@@ -388,13 +391,8 @@ def work_of(shape: ModelShape, launch: LaunchShape, load: Load) -> StepWork:
         **lengths,
     )  # fmt: skip
     world = launch.world // launch.sampler_tp
-    drawn = {
-        **lengths,
-        "groups": groups,
-        "kv_cache_tokens": 262_144,
-        "max_rows": 1024,
-        "world": world,
-    }
+    drawn = {**lengths, "groups": groups, "world": world}
+    drawn |= {"kv_cache_tokens": 262_144, "max_rows": 1024}
     # Same condition as rl.trainer.memory_requirements: the run decides it by a trial on the device.
     in_pages = shape.fast and launch.cuda and launch.sampler_tp == 1
     prompts, rows = compute_concurrent_rows(**drawn, paged=in_pages)
@@ -414,9 +412,7 @@ def table(
 ) -> Iterator[Step]:
     """Yield the rows of every model, number of GPUs and launch. One GPU is a process without launch."""
     for name, rate in rates.items():
-        with tempfile.TemporaryDirectory() as folder:
-            config_of(name).save_pretrained(folder)
-            skeleton = ModelSkeleton(folder, None, None)
+        skeleton = make_skeleton(name)
         model = StepModel(
             name=name, shape=skeleton.shape, hardware=hardware, driver=driver, load=load,
             sampling_rate=rate,
@@ -435,243 +431,17 @@ def table(
                 yield model.step(held[stage is not None], launch)
 
 
-# ---------------------------------------------------------------------------------- measured traffic
-
-MODEL = dict(vocab_size=4096, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
-             num_key_value_heads=4, intermediate_size=1536, tie_word_embeddings=True)  # fmt: skip
-LENGTH = 64
-# The argument that holds a collective's whole tensor: all-gather's output, reduce-scatter's input.
-WHOLE = {
-    "allreduce_": ("all_reduce", 0),
-    "_allgather_base_": ("all_gather", 0),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "allgather_": ("all_gather", 0),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-}
-
-
-class CollectiveCounter(torch.utils._python_dispatch.TorchDispatchMode):
-    """Count bytes by collective; unknown collectives are counted under their name, not dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            name = func.name().split("::")[1].split(".")[0]
-            kind, whole = WHOLE.get(name, (name, 0))
-            leaves = torch.utils._pytree.tree_iter(args[whole]) if args else ()
-            tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-            self.bytes[kind] += sum(t.numel() * t.element_size() for t in tensors)
-        return func(*args, **(kwargs or {}))
-
-
-def make_datums(count: int, length: int, vocab: int) -> list[Datum]:
-    rng = np.random.default_rng(0)
-
-    def make_fields() -> dict[str, np.ndarray]:  # no array is that of another datum
-        ones = {name: np.ones(length, np.float32) for name in ("advantages", "mask")}
-        return {"logprobs": -np.ones(length, np.float32), **ones}
-
-    rows = (rng.integers(0, vocab, (2, length)) for _ in range(count))
-    return [Datum(ModelInput.from_ints(ids.tolist()), {"target_tokens": targets, **make_fields()})
-            for ids, targets in rows]  # fmt: skip
-
-
-def write_model(folder: Path) -> str:
-    """Write the measured model with random weights and return its folder. Call this before the
-    launch: in several processes, transformers writes in only the first.
+def list_expert_rows(shape: ModelShape) -> Iterator[dict[str, Any]]:
+    """Yield the modelled GB that a rank sends for a micro-batch of Qwen3-30B-A3B, in bf16 with
+    gradient checkpointing.
     """
-    from transformers import AutoModelForCausalLM, Qwen2Config
-
-    AutoModelForCausalLM.from_config(Qwen2Config(**MODEL)).save_pretrained(folder)
-    return str(folder)
-
-
-def run_rank(model: str, out: Path, micro_batches: int, steps: int) -> None:
-    """Run the worker's verbs in each process of a launch, so that a dispatch mode sees each
-    collective's tensors, and write the bytes of a step and the median seconds of `steps` steps
-    without the first two.
-    """
-    from rl.distributed import collectives
-    from rl.learner import LearnerSettings
-    from rl.runtime import WorkerSettings
-    from rl.runtime.training_worker import ModelSpec, TrainingWorker
-
-    learner = LearnerSettings(token_budget=8 * LENGTH, layout="padded")
-    worker = TrainingWorker(WorkerSettings(learner=learner))
-    worker.create_model(0, ModelSpec(model), None, False)
-    worker.snapshot(0, 0)
-    batch = make_datums(8 * micro_batches * collectives.world(), LENGTH, MODEL["vocab_size"])
-
-    def step(version: int) -> float:
-        begin = time.perf_counter()
-        shares = worker.split_batch(0, batch, "ppo", {"temperature": 1.0}, 1.0, True)
-        worker.forward_backward(*shares[collectives.rank()])
-        worker.optim_step(0, AdamParams(learning_rate=1e-4))
-        worker.free_version(version - 1)
-        worker.snapshot(0, version)
-        return time.perf_counter() - begin
-
-    # ZeRO-3 learns the order of the layers in the first step.
-    seconds = statistics.median([step(version) for version in range(1, steps + 1)][2:])
-    with CollectiveCounter() as counted:
-        step(steps + 1)
-    if collectives.rank() == 0:
-        wrapped = type(worker.learners[0].backend.wrapped).__name__
-        figures = {"bytes": dict(counted.bytes), "seconds": seconds, "wrapped": wrapped}
-        out.write_text(json.dumps(figures))
-    worker.free_model(0)
-    collectives.shutdown()
-
-
-def run_command(command: Sequence[str], folder: Path) -> None:
-    """Run a command in `folder`. Raises RuntimeError if it fails."""
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-
-
-def compare(
-    folder: Path,
-    micro_batches: int = 3,
-    launches: Sequence[str] = tuple(STAGES),
-    steps: int = 5,
-    run: Callable[[Sequence[str], Path], None] = run_command,
-) -> list[dict[str, Any]]:
-    """Compare the bytes that two gloo processes hand to collectives with the modelled bytes: a row
-    for each launch and collective. `run` runs the command of a launch in a folder.
-    """
-    model = write_model(folder / "model")
-    shape, rows = ModelSkeleton(model, None, None).shape, []
-    for name in launches:
-        out, config = folder / f"{name}.json", REPO / "accelerate_configs" / f"{name}.yaml"
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-        command += ["--num_processes", "2", __file__, "--rank", model, str(out)]
-        run([*command, str(micro_batches), str(steps)], folder)
-        result = json.loads(out.read_text())
-        launch = LaunchShape(cuda=False, bf16=False, world=2, sharding=sharding_of(STAGES[name]))
-        expected = payload(shape, launch, micro_batches)
-        rows += [
-            {
-                "launch": name,
-                "wrapped": result["wrapped"],
-                "collective": kind,
-                "measured": result["bytes"].get(kind, 0),
-                "modelled": round(expected.get(kind, 0.0)),
-                "seconds": round(result["seconds"], 3),
-            }
-            for kind in sorted({*expected, *result["bytes"]})
-        ]
-    return rows
-
-
-def step_times(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compare measured with modelled seconds of a step: a row for each launch.
-
-    The model is arithmetic + bytes on the wire / link. Least squares fits both rates over the
-    launches, so that the comparison checks whether the bytes explain the differences.
-    """
-    measured = {row["launch"]: row["seconds"] for row in compared}
-    sent = {
-        name: dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), 0.0)
-        for name in measured
-    }
-    for row in compared:
-        sent[row["launch"]][row["collective"]] = row["modelled"]
-    wire = np.array([on_the_wire(sent[name], 2) for name in measured])
-    columns = np.stack([np.ones_like(wire), wire], 1)
-    (arithmetic, per_byte), *_ = np.linalg.lstsq(
-        columns, np.array([*measured.values()]), rcond=None
-    )
-    return [
-        {
-            "launch": name,
-            "wire_mb": round(w / 1e6, 1),
-            "measured_s": round(seconds, 3),
-            "modelled_s": round(arithmetic + w * per_byte, 3),
-            "ratio": round((arithmetic + w * per_byte) / seconds, 3),
-            "arithmetic_s": round(arithmetic, 3),
-            "link_mb_per_s": round(1e-6 / per_byte, 1),
-        }
-        for (name, seconds), w in zip(measured.items(), wire.tolist(), strict=True)
-    ]
-
-
-SHARE = (64, 1536)  # datums and tokens of each in a rank's share of a batch
-BATCH_RANKS, ROUNDS = (2, 4, 8), 5
-
-
-def send_batches(out: Path) -> None:
-    """Send a batch whole to each rank, then to each rank its share, in each process of a group, and
-    write a row for both. CPU seconds: of a single thread, whatever else runs on this machine.
-    """
-    from rl.distributed import collectives
-
-    store, rank, world = collectives.join_rendezvous(60.0)
-    members = collectives.BridgeMembers(rank, world, store, f"rank {rank}")
-    group, rows = collectives.ObjectGroup(120.0, members), []
-    shares = [make_datums(*SHARE, 150_000) for _ in range(world)] if rank == 0 else None
-    for way in ("whole", "shares"):
-        spent, received = [], group.received_bytes
-        for _ in range(ROUNDS):
-            group.gather(None)
-            begin, cpu = time.perf_counter(), time.thread_time()
-            if way == "whole" or rank > 0:
-                group.broadcast_verb(shares)
-            else:
-                group.broadcast_verb((), shares)
-            used = time.thread_time() - cpu
-            of_ranks = group.gather((used, group.received_bytes - received))
-            spent.append((time.perf_counter() - begin, of_ranks))
-        if rank == 0:
-            rows.append(_summarize_sends(way, world, spent))
-    if rank == 0:
-        out.write_text(json.dumps(rows))
-    group.close()
-
-
-def _summarize_sends(way: str, world: int, spent: Sequence[tuple[float, Any]]) -> dict[str, Any]:
-    """Return the row of a way. `spent`: by round, seconds and each rank's (CPU seconds, bytes so
-    far).
-    """
-    tokens, median = SHARE[0] * SHARE[1], statistics.median
-    packed, unpacked = (world, world) if way == "whole" else (world - 1, 1)  # shares
-    received = median(n for _, n in spent[-1][1][1:]) / ROUNDS
-    cpu, other_cpu = median(r[0][0] for _, r in spent), median(r[1][0] for _, r in spent)
-    return {
-        "processes": world,
-        "way": way,
-        "received_mb": round(received / 1e6, 3),
-        "bytes_per_token": round(received / tokens / unpacked, 1),
-        "rank_0_cpu_s": round(cpu, 4),
-        "rank_0_ns_per_token": round(1e9 * cpu / tokens / packed, 1),
-        "rank_cpu_s": round(other_cpu, 4),
-        "rank_ns_per_token": round(1e9 * other_cpu / tokens / unpacked, 1),
-        "seconds": round(median(seconds for seconds, _ in spent), 4),
-    }
-
-
-def measure_batches(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of `send_batches` for each number of processes."""
-    rows = []
-    for world in BATCH_RANKS:
-        out, port = folder / f"batch{world}.json", str(find_free_port())
-        common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--send-batches", str(out)],
-                env={**common, "RANK": str(rank), "WORLD_SIZE": str(world)},
-            )
-            for rank in range(world)
-        ]
-        if any([process.wait(300) for process in processes]):
-            raise RuntimeError(f"sending batches to {world} processes failed")
-        rows += json.loads(out.read_text())
-    return rows
+    for world, size in ((8, 1), (8, 8), (64, 1), (64, 8), (64, 64)):
+        for tokens in (4096, 16_384):
+            sent = expert_traffic(shape, world, size, tokens, number=2, recomputes=True)
+            row = {"model": "30B-A3B", "ranks": world, "expert_parallel_size": size}
+            columns = {f"{kind}_gb": round(count / 1e9, 1) for kind, count in sent.items()}
+            total = round(sum(sent.values()) / 1e9, 1)
+            yield {**row, "tokens": tokens, **columns, "total_gb": total}
 
 
 def weak_scaling(rows: Sequence[Step], base: int) -> dict[str, dict[int, float]]:
@@ -693,7 +463,7 @@ def weak_scaling(rows: Sequence[Step], base: int) -> dict[str, dict[int, float]]
 # --------------------------------------------------------------------------------------------- files
 
 
-def draw(rows: Sequence[Step], path: Path, load: Load) -> None:
+def draw(rows: Sequence[Step], path: Path) -> None:
     """Plot tokens per second per GPU over the number of GPUs, with a panel for each model. Hollow
     markers show launches that do not fit.
     """
@@ -703,45 +473,31 @@ def draw(rows: Sequence[Step], path: Path, load: Load) -> None:
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(row.model for row in rows))
-    columns, lines = min(3, len(names)), -(-len(names) // 3)
-    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 3.3 * lines), squeeze=False)
+    figure, axes = plt.subplots(-(-len(names) // 3), 3, figsize=(12.6, 9.9), squeeze=False)
+    for panel in axes.flat[len(names) :]:
+        panel.set_visible(False)
     for panel, name in zip(axes.flat, names, strict=False):
         for launch, marker in zip(STAGES, "so^v", strict=True):
             mine = [row for row in rows if (row.model, row.launch) == (name, launch)]
             at, rate = [row.gpus for row in mine], [row.tokens_per_second_per_gpu for row in mine]
             (line,) = panel.plot(at, rate, linewidth=0.8, alpha=0.5)
-            filled = [line.get_color() if row.fits else "white" for row in mine]
-            panel.scatter(
-                at,
-                rate,
-                26,
-                filled,
-                marker=marker,
-                edgecolors=line.get_color(),
-                zorder=3,
-                label=launch,
-            )
+            color = line.get_color()
+            filled = [color if row.fits else "white" for row in mine]
+            style = {"marker": marker, "edgecolors": color, "zorder": 3, "label": launch}
+            panel.scatter(at, rate, 26, filled, **style)
         panel.set_xscale("log", base=2)
         panel.set_xticks([1, 8, 64, 512], ["1", "8", "64", "512"])
         panel.set_ylim(bottom=0)
         panel.set(title=name, xlabel="GPUs", ylabel="tokens/s of each GPU")
         panel.grid(alpha=0.25)
-    for panel in list(axes.flat)[len(names) :]:
-        panel.set_visible(False)
     axes[0][0].legend(fontsize=8, loc="lower left")
-    what = f"{load.answers} answers of {load.answer} tokens for each GPU (hollow: does not fit)"
-    figure.suptitle(f"A GRPO step, modelled: {what}", fontsize=10)
+    figure.suptitle("A GRPO step, modelled (hollow: does not fit)", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--rank"]:  # a process of `compare`
-        return run_rank(sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:]))
-    if sys.argv[1:2] == ["--send-batches"]:  # a process of `measure_batches`
-        return send_batches(Path(sys.argv[2]))
     parser = make_parser(__doc__)
-    parser.add_argument("--measure", action="store_true", help="measure two gloo processes first")
     parser.add_argument("--models", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
     parser.add_argument("--sampling-rate", nargs="+", default=[], metavar="MODEL:TOKENS_PER_S")
@@ -755,26 +511,19 @@ def main() -> None:
     changed = dict(pair.split(":") for pair in args.sampling_rate)
     rates = {name: float(changed.get(name, RATES[name])) for name in args.models}
     print("Assumed:", hardware, driver, load, f"sampled tokens/s of one GPU: {rates}", sep="\n  ")
-    if args.measure:
-        with tempfile.TemporaryDirectory() as folder:
-            compared = compare(Path(folder))
-            sends = measure_batches(Path(folder))
-        times = step_times(compared)
-        for name, result in (("measured", compared), ("seconds", times), ("batches", sends)):
-            write_table(args.out / f"scaling_{name}.csv", result)
-            for row in result:
-                print("  measured", *(f"{key} {value}" for key, value in row.items()), sep="  ")
     rows = list(table(rates, load, hardware, driver))
-    cells = (
+    cells = [
         {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}
         for row in rows
-    )
-    write_table(args.out / "scaling.csv", list(cells))
-    draw(rows, args.out / "scaling.png", load)
+    ]
+    write_table(args.out / "scaling.csv", cells)
+    experts = list(list_expert_rows(make_skeleton("30B-A3B").shape))
+    write_table(args.out / "expert_parallel.csv", experts)
+    draw(rows, args.out / "scaling.png")
     for name, shares in weak_scaling(rows, hardware.per_node).items():
         shown = (f"{gpus}: {share:.0%}" for gpus, share in shares.items())
         print(f"  weak scaling of {name}, GPUs:", *shown)
-    print(f"{args.out / 'scaling.csv'}, {args.out / 'scaling.png'}")
+    print(f"written to {args.out}: scaling.csv, scaling.png, expert_parallel.csv")
 
 
 if __name__ == "__main__":

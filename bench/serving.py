@@ -99,7 +99,7 @@ def timed(run: Callable[[], object], clock: Callable[[], float]) -> tuple[float,
     return time.perf_counter() - begin, clock() - used
 
 
-def load(
+def measure_load(
     folder: Path, count: int, base: str = BASE, turns: int = 4, learns: bool = True
 ) -> dict[str, str]:
     """Measure wall-clock seconds, which depend on other load, and CPU seconds, which do not."""
@@ -112,7 +112,7 @@ def load(
 
     ids = np.random.default_rng(0).integers(2, 90, (16, 257)).tolist()
     data = [Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in ids]
-    params, wire, here, calls, local = SamplingParams(TOKENS, stop=[]), [], [], [], []
+    params, taken = SamplingParams(TOKENS, stop=[]), []
     with (
         start_server(folder, base) as (url, process),
         httpx.Client(base_url=url, timeout=120) as http,
@@ -122,44 +122,50 @@ def load(
         server.open()
         model = server.model(base=base)
         session, reference = server.sampler(model, 1), client.save_weights_and_get_sampling_client()
-        for turn in range(turns):  # run in adjacent pairs; the first pair warms up
+        for turn in range(turns):  # in adjacent pairs; the first turn warms up
             samples = sample_over_the_wire(url, session, turn * count, count)
-            wire.append(timed(lambda s=samples: asyncio.run(s), lambda: cpu_seconds(process)))
             requests = [
                 SamplingRequest(prompt=[4, 5 + i], problem=i, params=params, seed=turn)
                 for i in range(count)
             ]
-            sample = lambda r=requests: reference.sample_many(r).result()  # noqa: E731
-            here.append(timed(sample, time.process_time))
-            if learns:
-                learn = lambda n=turn: server.wait(server.ask(model, n + 2, data))  # noqa: E731
-                calls.append(timed(learn, time.process_time)[0])
-                learn = lambda: client.forward_backward(data, "cross_entropy").result()  # noqa: E731
-                local.append(timed(learn, time.process_time)[0])
-    wires, process = np.array(wire[1:]), np.array(here[1:])  # [turns, (seconds, CPU seconds)]
-    share, work = np.median(process / wires, axis=0)
+
+            def learn_on_server(number: int = turn + 2) -> None:
+                server.wait(server.ask(model, number, data))
+
+            def learn_here() -> None:
+                client.forward_backward(data, "cross_entropy").result()
+
+            def sample_here(requests: Any = requests) -> None:
+                reference.sample_many(requests).result()
+
+            wire = timed(lambda s=samples: asyncio.run(s), lambda: cpu_seconds(process))
+            here = timed(sample_here, time.process_time)
+            calls = [
+                timed(learn, time.process_time)[0] if learns else 0.0
+                for learn in (learn_on_server, learn_here)
+            ]
+            taken.append([*wire, *here, *calls])
+    wire_s, wire_cpu, here_s, here_cpu, call, local = np.array(taken[1:]).T
     figures = {
-        "wire tokens/s": f"{count * TOKENS / np.median(wires[:, 0]):.0f}",
-        "in-process tokens/s": f"{count * TOKENS / np.median(process[:, 0]):.0f}",
-        "share": f"{share:.2f}",
-        "share of CPU": f"{work:.2f}",
+        "wire tokens/s": f"{count * TOKENS / np.median(wire_s):.0f}",
+        "in-process tokens/s": f"{count * TOKENS / np.median(here_s):.0f}",
+        "share": f"{np.median(here_s / wire_s):.2f}",
+        "share of CPU": f"{np.median(here_cpu / wire_cpu):.2f}",
         "load of the machine": f"{os.getloadavg()[0]:.1f}",
     }
     if learns:
-        more = np.median(np.subtract(calls[1:], local[1:]))
-        figures["call of 4096 tokens, more ms"] = f"{more * 1e3:.1f}"
-        figures["in-process ms"] = f"{np.median(local[1:]) * 1e3:.0f}"
+        figures["call of 4096 tokens, more ms"] = f"{np.median(call - local) * 1e3:.1f}"
+        figures["in-process ms"] = f"{np.median(local) * 1e3:.0f}"
     return figures
 
 
-def load_of_20m(folder: Path, count: int) -> dict[str, str]:
-    return load(folder, count, write_base(folder.parent / "base"), turns=3, learns=False)
+def measure_load_of_20m(folder: Path, count: int) -> dict[str, str]:
+    return measure_load(folder, count, write_base(folder.parent / "base"), turns=3, learns=False)
 
 
 def measure_mix(folder: Path, count: int) -> dict[str, str]:
-    """Measure the CPU seconds of `count` adapters with 8 samples each.
-
-    The adapters sample in a single batch, and in sequence.
+    """Measure the CPU seconds of `count` adapters with 8 samples each, in a single batch and in
+    sequence.
     """
     from rl.client import SampleStream, ServiceClient
     from rl.runtime import WorkerSettings
@@ -167,7 +173,6 @@ def measure_mix(folder: Path, count: int) -> dict[str, str]:
     from rl.types import SamplingParams
 
     base, params = write_base(folder.parent / "base"), SamplingParams(TOKENS, stop=[])
-    results: dict[str, list[float]] = {"mixed": [], "by turns": []}
     with ServiceClient(output_dir=folder, settings=WorkerSettings(share_bases=True)) as service:
         work = []
         for i in range(count):
@@ -190,15 +195,14 @@ def measure_mix(folder: Path, count: int) -> dict[str, str]:
             for client, requests in work:
                 client.sample_many(requests).result()
 
-        for _ in range(3):
-            results["mixed"].append(timed(mixed, time.process_time)[1])
-            results["by turns"].append(timed(by_turns, time.process_time)[1])
-    medians = {name: np.median(taken[1:]) for name, taken in results.items()}
-    return {f"CPU seconds, {name}": f"{median:.2f}" for name, median in medians.items()}
+        taken = [[timed(run, time.process_time)[1] for run in (mixed, by_turns)] for _ in range(3)]
+    names, medians = ("mixed", "by turns"), np.median(taken[1:], axis=0)
+    return {f"CPU seconds, {n}": f"{x:.2f}" for n, x in zip(names, medians, strict=True)}
 
 
 def main() -> None:
-    cases = {"load": (load, 64), "load-20M": (load_of_20m, 64), "mix": (measure_mix, 8)}
+    cases = {"load": (measure_load, 64), "load-20M": (measure_load_of_20m, 64)}
+    cases |= {"mix": (measure_mix, 8)}
     parser = make_parser(__doc__, output=RESULTS / "serving.csv")
     parser.add_argument("case", choices=cases)
     parser.add_argument("--count", type=int)

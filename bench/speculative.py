@@ -3,7 +3,8 @@
 A constructed model emits tokens of a cycle of 16 classes: the next token is any of the 1, 2 or 8
 tokens of the next class, with equal probability. Its weights cost as much as those of a trained
 model. With 1 token in a class the text is a copy of the prompt, and nearly each draft is accepted;
-with 8 tokens a draft rarely follows a match, and is accepted once in eight.
+with 8 tokens a draft rarely follows a match, and is accepted once in eight. The last cases are long
+answers, in which drafting has paused.
 
 `gain` is the median over the pairs of the plain engine's CPU seconds divided by those of
 speculative decoding (1 thread). `equal`: whether all tokens are equal.
@@ -17,7 +18,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Import from the repository root: kernels.py of this folder would shadow the package.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -30,7 +31,20 @@ from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
 MODELS = {"0.85M": MODEL_085M, "34M": MODEL_40M | {"vocab_size": 16384}}
-CLASSES, PROMPT = 16, 64
+CLASSES, PROMPT, DRAFTS = 16, 64, 4  # DRAFTS: num_speculative_tokens
+
+
+class Case(NamedTuple):
+    """Hold a model, the tokens of a class, rows and new tokens of each."""
+
+    model: str
+    tokens: int
+    rows: int
+    new_tokens: int = 64
+
+
+CASES = [Case(*case) for case in itertools.product(MODELS, (1, 2, 8), (1, 8, 32))]
+CASES += [Case("0.85M", 8, rows, 900) for rows in (1, 16)]
 
 
 def make_model(size: dict[str, int], tokens: int) -> Any:
@@ -52,15 +66,13 @@ def make_model(size: dict[str, int], tokens: int) -> Any:
     return model
 
 
-def sample(
-    decoder: Any, rows: int, tokens: int, new: int, drafts: int
-) -> tuple[float, list[list[int]], Engine]:
+def sample(decoder: Any, case: Case, drafts: int) -> tuple[float, list[list[int]], Engine]:
     """Return the CPU seconds of sampling, the tokens of each row, and the engine."""
-    room: dict[str, Any] = {"kv_cache_tokens": rows * (PROMPT + new), "max_rows": max(rows, 1024)}
+    room = {"kv_cache_tokens": case.rows * (PROMPT + case.new_tokens), "max_rows": 1024}
     engine = Engine(decoder, **room, num_speculative_tokens=drafts)
-    generator, params = torch.Generator().manual_seed(1), SamplingParams(max_tokens=new)
-    for problem in range(rows):
-        members = torch.randint(tokens, (PROMPT,), generator=generator) * CLASSES
+    generator, params = torch.Generator().manual_seed(1), SamplingParams(max_tokens=case.new_tokens)
+    for problem in range(case.rows):
+        members = torch.randint(case.tokens, (PROMPT,), generator=generator) * CLASSES
         prompt = ((torch.arange(PROMPT) + problem) % CLASSES + members).tolist()
         engine.add(SamplingRequest(prompt=prompt, problem=problem, params=params))
     start = time.process_time()
@@ -69,22 +81,21 @@ def sample(
     return seconds, [s.tokens for response in responses for s in response.sequences], engine
 
 
-def measure(name: str, rows: int, tokens: int, new: int, drafts: int, repeats: int) -> dict:
-    decoder = make_decoder(make_model(MODELS[name], tokens), kind="fast")
+def measure(case: Case, repeats: int) -> dict[str, Any]:
+    decoder = make_decoder(make_model(MODELS[case.model], case.tokens), kind="fast")
     pairs, equal = [], True
     for repeat in range(repeats + 1):
-        order = (0, drafts) if repeat % 2 else (drafts, 0)
-        results = {count: sample(decoder, rows, tokens, new, count) for count in order}
-        equal = equal and results[0][1] == results[drafts][1]
+        order = (0, DRAFTS) if repeat % 2 else (DRAFTS, 0)
+        results = {drafts: sample(decoder, case, drafts) for drafts in order}
+        equal = equal and results[0][1] == results[DRAFTS][1]
         if repeat:  # the first pair is a warm-up
-            pairs.append((results[0][0], results[drafts][0]))
-    counters = results[drafts][2].counters
+            pairs.append((results[0][0], results[DRAFTS][0]))
+    counters = results[DRAFTS][2].counters
     return {
-        "parameters": name,
-        "rows": rows,
-        "tokens_of_a_class": tokens,
-        "new_tokens": new,
-        "num_speculative_tokens": drafts,
+        "parameters": case.model,
+        "rows": case.rows,
+        "tokens_of_a_class": case.tokens,
+        "new_tokens": case.new_tokens,
         "plain_ms": round(1e3 * statistics.median(plain for plain, _ in pairs), 1),
         "speculative_ms": round(1e3 * statistics.median(other for _, other in pairs), 1),
         "gain": round(statistics.median(plain / other for plain, other in pairs), 3),
@@ -99,18 +110,15 @@ def measure(name: str, rows: int, tokens: int, new: int, drafts: int, repeats: i
 def main() -> None:
     parser = make_parser(__doc__, output=RESULTS / "speculative_cpu.csv")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 8], help="of a class")
-    parser.add_argument("--new", type=int, default=64, help="new tokens of a row")
-    parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens")
     parser.add_argument("--repeats", type=int, default=5, help="pairs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    table: list[dict] = []
-    for name, tokens, rows in itertools.product(args.models, args.tokens, args.rows):
-        table.append(measure(name, rows, tokens, args.new, args.drafts, args.repeats))
-        show(table[-1])
-        write_table(args.output, table)
+    table: list[dict[str, Any]] = []
+    for case in CASES:
+        if case.model in args.models:
+            table.append(measure(case, args.repeats))
+            show(table[-1])
+            write_table(args.output, table)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,26 @@
-"""Measure the cost of stale tokens, and the gain of each correction: GRPO on the problems of
-recipes/addition.yaml, at several ages of the tokens.
+"""Measure what old tokens cost, and what a rank that only samples gains: GRPO on two-digit sums,
+from the model that the first stage of recipes/addition.yaml teaches.
 
-    python bench/staleness.py                              # keeps existing rows
-    python bench/staleness.py --seeds 0 --staleness 8      # a part of the runs
+    python bench/staleness.py                          # staleness.csv; keeps existing rows
+    python bench/staleness.py --seeds 0 --staleness 8  # a part of the runs
+    python bench/staleness.py --ranks                  # roles.csv: half an hour on two idle cores
 
-From the model that the recipe's first stage teaches, GRPO runs for STEPS steps with
-`--max-steps-off-policy K`, under each correction. The synchronous run, K = 0, uses no correction,
-because it has nothing to correct. Rewards take no time here, so that nearly every trained token is
+staleness.csv: GRPO runs for STEPS steps with `--max-steps-off-policy K`, under each correction. The
+synchronous run, K = 0, uses none. Rewards take no time here, so that nearly every trained token is
 K updates old: the worst case. `after` is the held-out sampled accuracy after the last step; `mean`
 is the mean over all evaluations of the run. The table of docs/corrections.md is printed at the end.
+
+roles.csv (`--ranks`): samples per second of the synchronous loop on one process, and of a rank that
+samples beside a rank that learns, at most two updates late. Rewards take a log-normal time (mean
+0.25 s, sigma 1). Both train on the same number of samples. Accuracy is that of 512 held-out sums
+after training; samples per second cover all steps except the first five.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import random
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,16 +30,21 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from bench.harness import (  # noqa: E402
+    REPO,
     RESULTS,
     Row,
+    command_line,
     describe_machine,
     make_parser,
     read_table,
     replace_rows,
     show,
     train,
+    write_table,
 )
-from bench.learning import REWARD, taught_model  # noqa: E402
+from bench.learning import REWARD, evaluate_sums, taught_model  # noqa: E402
+from rl.data.synthetic.addition_dataset import is_test  # noqa: E402
+from rl.envs import Environment, TurnResult  # noqa: E402
 
 STEPS, STALENESS = 200, (0, 1, 4, 8)
 CORRECTIONS = {
@@ -45,18 +58,20 @@ CORRECTIONS = {
     "proximal interpolated": "--proximal interpolated",
 }
 GRPO = (
-    "grpo --dataset addition --reward exact_match --learning-rate 1e-3 --schedule linear "
-    f"--warmup-steps 10 --steps {STEPS} --batch-size 64 --group-size 8 --advantage mean_std "
-    "--eval-every 25 --save-every 0 --max-tokens 4 --temperature 1.0 --eval-limit 512 "
-    "--rollouts-every 0"
+    "grpo --schedule linear --warmup-steps 10 --group-size 8 --advantage mean_std --save-every 0 "
+    "--max-tokens 4 --temperature 1.0 --rollouts-every 0 "
+)
+SUMS = (
+    f"--dataset addition --reward exact_match --learning-rate 1e-3 --steps {STEPS} --batch-size 64 "
+    "--eval-every 25 --eval-limit 512"
 )
 
 
-def measure(seed: int, staleness: int, correction: str, work: Path) -> dict[str, Any]:
+def measure_correction(seed: int, staleness: int, correction: str, work: Path) -> dict[str, Any]:
     """Return the row of a GRPO run from the taught model."""
-    words = [*GRPO.split(), "--base-model", str(taught_model(seed, work)), "--seed", str(seed)]
+    words = [*(GRPO + SUMS).split(), "--base-model", str(taught_model(seed, work))]
     words += ["--max-steps-off-policy", str(staleness), *CORRECTIONS[correction].split()]
-    run = train(words, work / "run")
+    run = train([*words, "--seed", str(seed)], work / "run")
     correct, greedy = run.values(REWARD), run.values("test/greedy/all/reward/total")
     ages = run.values("async/age/mean") if staleness else [0]
     return {
@@ -95,22 +110,79 @@ def format_page(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+# ------------------------------------------------------------------------------------------- ranks
+
+GROUPS, SIZE, RANK_STEPS, SKIPPED = 16, 8, 40, 5
+SLOW = (
+    f"--lora-rank 0 --learning-rate 5e-4 --steps {RANK_STEPS} --batch-size {GROUPS} --eval-every 0 "
+    f"--no-self-test --environment {Path(__file__)}:SlowSum --renderer plain "
+    "--environment-isolation thread"
+)
+DDP = f"-m accelerate.commands.launch --config_file {REPO}/accelerate_configs/ddp.yaml"
+FORMS = {
+    "synchronous, one process": ("", ""),
+    "one samples, one learns, two updates late at most": (
+        f"{DDP} --main_process_port 0 --num_processes 2",
+        "--sampler-ranks 1 --max-steps-off-policy 2",
+    ),
+}
+
+
+class SlowSum(Environment):
+    """Simulate a slow reward: the grading of a sum waits for a random time."""
+
+    def start(self) -> str:
+        while True:
+            a, b = self.rng.randint(10, 99), self.rng.randint(10, 99)
+            if not is_test(a, b):
+                self.sum = str(a + b)
+                return f"{a}+{b}="
+
+    async def step(self, answer: Any) -> TurnResult:
+        await asyncio.sleep(0.25 * random.lognormvariate(-0.5, 1.0))
+        right = (answer["content"] or "").strip() == self.sum
+        return TurnResult("", reward=float(right), done=True)
+
+
+def measure_ranks(seed: int, work: Path) -> list[dict[str, Any]]:
+    """Return the rows of both forms; the first is the reference of `times_synchronous`."""
+    rows: list[dict[str, Any]] = []
+    for form, (launcher, flags) in FORMS.items():
+        words = [*(GRPO + SLOW).split(), "--base-model", str(taught_model(0, work))]
+        words += [*flags.split(), "--seed", str(seed)]
+        run = train(words, work / "run", [sys.executable, *launcher.split()])
+        timed = run.rows[SKIPPED:]
+        rate = len(timed) * GROUPS * SIZE / sum(row["time/step"] for row in timed)
+        accuracy = evaluate_sums(work / "run" / "checkpoints" / "grpo-final" / "model")
+        row = {"seed": seed, "form": form, "samples": RANK_STEPS * GROUPS * SIZE}
+        row |= {"samples_per_second": round(rate, 1), "accuracy": round(accuracy, 4)}
+        base = rows[0]["samples_per_second"] if rows else rate
+        rows.append({**row, "times_synchronous": round(rate / base, 2), "command": command_line()})
+        show(rows[-1])
+    return rows
+
+
 def main() -> None:
-    parser, names = make_parser(__doc__, True, RESULTS / "staleness.csv"), list(CORRECTIONS)
+    parser, names = make_parser(__doc__, seeds=True), list(CORRECTIONS)
     parser.add_argument("--staleness", nargs="+", type=int, default=list(STALENESS))
     parser.add_argument("--corrections", nargs="+", choices=names, default=names)
+    parser.add_argument("--ranks", action="store_true", help="measure roles.csv instead")
     args = parser.parse_args()
-    measured = {order(row) for row in read_table(args.output)}
     with tempfile.TemporaryDirectory(prefix="staleness-") as work:
+        if args.ranks:
+            os.environ["OMP_NUM_THREADS"] = "1"
+            rows = [row for seed in args.seeds for row in measure_ranks(seed, Path(work))]
+            return write_table(RESULTS / "roles.csv", rows)
+        table = RESULTS / "staleness.csv"
+        measured = {order(row) for row in read_table(table)}
         for seed in args.seeds:
             for staleness in args.staleness:
                 for name in args.corrections if staleness else ["none"]:
                     if (staleness, names.index(name), seed) not in measured:
-                        row = measure(seed, staleness, name, Path(work))
+                        row = measure_correction(seed, staleness, name, Path(work))
                         show(row)
-                        keys = "seed", "staleness", "correction"
-                        replace_rows(args.output, [row], keys, order)
-    print(format_page(read_table(args.output)))
+                        replace_rows(table, [row], ("seed", "staleness", "correction"), order)
+    print(format_page(read_table(RESULTS / "staleness.csv")))
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ class DocShell:
         if self.only or not runs_here(words):
             env[ONLY_PARSED] = self.only or "whole"
             source = (folder / name).read_text() if name.startswith("bench/") else "argparse"
-            if not re.search("argparse|make_parser|data_argument", source):
+            if not re.search("argparse|make_parser", source):
                 if words[1:]:
                     raise CommandError(f"{name} takes no words")
                 return 0, ""

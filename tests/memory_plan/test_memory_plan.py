@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_server import SHARDED, Ranks, make_launch_environment, run_script, shared_ranks
+from rank_server import SHARDED, Ranks, run_script
 from test_distributed import run_launch
 from transformers import AutoConfig
 
@@ -691,45 +691,3 @@ def test_traffic_by_hand():
         scaling.on_the_wire({"all_reduce": 4e6, "all_gather": 0.0, "reduce_scatter": 0.0}, 2) == 4e6
     )
     assert sum(scaling.payload(SHAPE, LaunchShape(cuda=True, bf16=True), 3).values()) == 0
-
-
-def test_step_times_by_hand():
-    """The times of the launches are 2 s plus 10 ms per megabyte. They are fitted exactly, and a
-    launch that takes twice its time is visible in its ratio.
-    """
-    sent = {"ddp": 100e6, "zero1": 150e6, "zero2": 300e6}
-    rows = [
-        {"launch": name, "collective": "all_reduce", "modelled": n, "seconds": 2 + n / 1e8}
-        for name, n in sent.items()
-    ]
-    assert [
-        (row["ratio"], row["arithmetic_s"], row["link_mb_per_s"])
-        for row in scaling.step_times(rows)
-    ] == [(1.0, 2.0, 100.0)] * 3
-    rows[1]["seconds"] *= 2
-    assert scaling.step_times(rows)[1]["ratio"] < 0.8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "launches", [("ddp", "zero3"), pytest.param(("zero1", "zero2"), marks=pytest.mark.campaign)]
-)
-def test_modelled_traffic_is_what_two_processes_send(launches, tmp_path):
-
-    def run(command, folder):
-        """Start forks of the rank server in the environment of the command's launcher."""
-        script = command.index(scaling.__file__)
-        environment = make_launch_environment("--main_process_port", "0", *command[3:script])
-        words = command[script + 1 :]
-        launch = shared_ranks().start(
-            *words, cwd=folder, world=2, script=command[script], **environment
-        )
-        assert launch.wait(300) == [0, 0], launch.output()
-
-    rows = scaling.compare(tmp_path, micro_batches=2, launches=launches, steps=3, run=run)
-    assert {row["launch"] for row in rows} == set(launches)
-    for row in rows:
-        sharded = row["launch"] != "ddp"
-        assert (row["wrapped"] == "DeepSpeedEngine") == sharded
-        # abs covers the loss and the norm.
-        assert row["measured"] == pytest.approx(row["modelled"], rel=2e-3, abs=100), row

@@ -1,14 +1,19 @@
 """Test bench/scaling.py on mixtures of experts and vision-language models: its numbers match
-counted parameters and operations.
+counted parameters, operations and bytes.
 """
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import seeing
 import torch
+from test_distributed import run_launch
 from tiny_models import VOCAB, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
+from traffic_case import LENGTH, ROWS
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from bench import scaling
 from rl.distributed import Sharding, ZeroSharding
@@ -240,3 +245,60 @@ def test_rewards_are_limited_by_all_workers_or_by_rank_0():
     assert seconds(first, 16_384, 32) == pytest.approx(16_384 * 5e-3 / 8)
     slow = replace(rates, score_seconds=1e-3)
     assert seconds(slow, 16_384, 32) == pytest.approx(16.384)
+
+
+# ------------------------------------------------------------------- bytes that real processes send
+
+REPO = Path(__file__).resolve().parents[2]
+DENSE = Qwen2Config(
+    vocab_size=4096, hidden_size=512, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, intermediate_size=1536, tie_word_embeddings=True,
+)  # fmt: skip
+MIXTURE = Qwen3MoeConfig(
+    vocab_size=512, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, num_experts=16, num_experts_per_tok=2,
+    moe_intermediate_size=96, intermediate_size=96,
+)  # fmt: skip
+
+
+def count_bytes(folder, model_config, launch, world, micro_batches, expert_size):
+    """Return (the model's shape, mean bytes of a rank by collective, class of the wrapped model)."""
+    AutoModelForCausalLM.from_config(model_config).save_pretrained(folder / "model")
+    words = folder / "model", folder / "out.json", micro_batches, expert_size
+    zero3 = ("--deepspeed_config_file", str(REPO / "ds_configs" / "zero3.json"))
+    options = zero3 if launch == "zero3" else ()
+    script = "tests/traffic_case.py"
+    run_launch(launch, folder, *words, script=script, processes=world, options=options)
+    result = json.loads((folder / "out.json").read_text())
+    shape = ModelSkeleton(str(folder / "model"), None, None).shape
+    return shape, result["bytes"], result["wrapped"]
+
+
+def check_bytes(sent, modelled):
+    for kind in sent.keys() | modelled.keys():
+        # abs covers the loss and the norm
+        expected = pytest.approx(modelled.get(kind, 0), rel=2e-3, abs=100)
+        assert sent.get(kind, 0) == expected, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launch",
+    ["ddp", "zero3", *(pytest.param(f"zero{n}", marks=pytest.mark.campaign) for n in (1, 2))],
+)
+def test_modelled_traffic_is_what_two_processes_send(launch, tmp_path):
+    shape, sent, wrapped = count_bytes(tmp_path, DENSE, launch, 2, 2, 0)
+    assert (wrapped == "DeepSpeedEngine") == (launch != "ddp")
+    sharding = Sharding() if launch == "ddp" else ZeroSharding(stage=int(launch[-1]))
+    payload = scaling.payload(
+        shape, LaunchShape(cuda=False, bf16=False, world=2, sharding=sharding), 2
+    )
+    check_bytes(sent, {k: scaling.on_the_wire({k: count}, 2) for k, count in payload.items()})
+
+
+@pytest.mark.slow
+@pytest.mark.campaign
+@pytest.mark.parametrize(("world", "size"), [(2, 1), (2, 2), (4, 2)])
+def test_modelled_traffic_of_experts_is_what_processes_send(world, size, tmp_path):
+    shape, sent, _ = count_bytes(tmp_path, MIXTURE, "fsdp2", world, 1, size)
+    check_bytes(sent, scaling.expert_traffic(shape, world, size, ROWS * LENGTH, recomputes=False))

@@ -10,7 +10,6 @@ from test_architectures import one_thread  # noqa: F401  (a fixture of its own)
 from tiny_models import tiny_model
 
 from bench import architectures as table
-from bench import architectures_saved as saved
 from rl.distributed import make_accelerator
 from rl.learner import Learner, learner_checkpoint, packing
 from rl.models import lora_targets, model_loading
@@ -125,7 +124,7 @@ def test_a_state_of_another_row_turns_a_row_red(monkeypatch):
 def test_an_optimizer_that_is_not_read_turns_a_row_red(monkeypatch):
     load_state = learner_checkpoint.load_learner_state
     monkeypatch.setattr(
-        saved.learner_checkpoint,
+        table.learner_checkpoint,
         "load_learner_state",
         lambda learner, path, with_optimizer, rank: load_state(learner, path, False, rank),
     )
@@ -144,7 +143,7 @@ def test_a_weight_that_is_written_otherwise_turns_a_row_red(monkeypatch):
             tensors[next(name for name in tensors if "v_proj" in name)] += 0.05
             save_file(tensors, str(file), {"format": "pt"})
 
-    monkeypatch.setattr(saved.learner_checkpoint, "write_model", faulty)
+    monkeypatch.setattr(table.learner_checkpoint, "write_model", faulty)
     result = table.measure_saved_columns(tiny_model("llama"))
     assert (
         result["resume"] == "exact"

@@ -72,7 +72,7 @@ OTHERS = {
     "tensor-parallel-size",
 }
 # scripts of bench/ with flags that pages name
-BENCH = {"gpu", "campaign", "harness", "roles", "sampler", "vllm_learns"}
+BENCH = {"gpu", "campaign", "harness", "sampler", "staleness", "vllm_learns"}
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*)")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
