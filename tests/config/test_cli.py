@@ -208,8 +208,8 @@ def test_recipe_scalars_are_read_by_the_type_of_the_setting() -> None:
 
 def test_stages_are_named_and_a_flag_is_for_each_that_has_the_setting() -> None:
     path = write_recipe(
-        "learning_rate: 0.1\nschedule: linear\nseed: 5\nstages:\n- {method: sft, learning_rate: 0.2}\n"
-        "- {method: grpo, name: polish}\n- {method: sft}\n"
+        "learning_rate: 0.1\nschedule: linear\nseed: 5\nstages:\n"
+        "- {method: sft, learning_rate: 0.2}\n- {method: grpo, name: polish}\n- {method: sft}\n"
     )
     run = read(path, "--schedule", "cosine", "--group-size", "3")
     assert [stage.name for stage in run.stages] == ["sft-1", "polish", "sft-2"]

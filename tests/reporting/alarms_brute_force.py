@@ -110,8 +110,8 @@ def large_gradient(rows: Sequence[Row]) -> str | None:
 
 
 def zero_advantages(rows: Sequence[Row]) -> str | None:
-    """Report three batches in a row without an advantage, or with rewards that are equal within each
-    group (for single answers: across all three batches), unless they are as high as possible.
+    """Report three batches in a row without an advantage, or with rewards that are equal within
+    each group (for single answers: across all three batches), unless they are as high as possible.
     """
     last = rows[-FEW:]
     if len(last) < FEW or is_solved(rows) or is_mastered(rows):

@@ -180,8 +180,9 @@ def test_remedies_name_flags_that_the_method_has():
 
 
 @pytest.mark.parametrize(("norms", "largest"), [
-    ([], 0.0), ([2.0, 3.0, 1.0], 3.0), ([1.0, math.inf], math.inf), ([math.nan, 2.0, 3.0], math.nan),
-    ([1.0, math.nan, 3.0], math.nan), ([1.0, 2.0, math.nan], math.nan),
+    ([], 0.0), ([2.0, 3.0, 1.0], 3.0), ([1.0, math.inf], math.inf),
+    ([math.nan, 2.0, 3.0], math.nan), ([1.0, math.nan, 3.0], math.nan),
+    ([1.0, 2.0, math.nan], math.nan),
 ])  # fmt: skip
 def test_the_largest_norm_is_not_a_number_where_one_is_not(norms, largest):
     assert max_or_nan(norms) == pytest.approx(largest, nan_ok=True)

@@ -204,7 +204,8 @@ def test_resume_falls_back_to_an_older_checkpoint_and_says_so(reference_run, tmp
 def test_a_runs_folder_holds_what_it_promises(reference_run):
     names = {path.name for path in reference_run.iterdir()}
     assert names >= {
-        "config.json", "metrics.jsonl", "checkpoints.jsonl", "curves.png", "rollouts", "checkpoints",
+        "config.json", "metrics.jsonl", "checkpoints.jsonl", "curves.png", "rollouts",
+        "checkpoints",
     }  # fmt: skip
     last = read_jsonl(reference_run / "metrics.jsonl")[-1]
     expected = """reward/total env/all/reward/total progress/batch progress/done_frac optim/lr optim/kl_sample_train_v1
