@@ -74,7 +74,7 @@ def test_an_adapter_is_scaled_by_alpha_over_its_rank_and_alpha_is_32(rank, optio
     assert json.loads((Path(folder) / "adapter_config.json").read_text())["lora_alpha"] == alpha
     np.testing.assert_allclose(after, logprobs_by_hand(folder, alpha / rank), atol=2e-5)
     # The step is large enough to distinguish the scales.
-    assert not np.allclose(after, logprobs_by_hand(folder, 2 * alpha / rank), atol=1e-3)
+    assert not np.allclose(after, logprobs_by_hand(folder, 2 * alpha / rank), atol=1e-4)
 
 
 def first_step(service, rank, **alpha):

@@ -108,14 +108,14 @@ def test_a_model_that_looks_ahead_is_refused_by_name():
 
 
 @pytest.mark.parametrize(
-    ("change", "function"),
+    ("change", "why"),
     [
-        (lambda x: x + 1e-3 * torch.randn_like(x), "randn_like"),
+        (lambda x: x + 1e-3 * torch.randn_like(x), "differ from those of a separate forward"),
         # hits one token in a million, so a small sample of tokens would not show it
-        (lambda x: torch.where(torch.rand_like(x) < 1e-6, -x, x), "rand_like"),
+        (lambda x: torch.where(torch.rand_like(x) < 1e-6, -x, x), "random numbers (rand_like)"),
     ],
 )
-def test_randomness_under_any_name_is_found_in_training_mode(change, function):
+def test_randomness_under_any_name_is_found_in_training_mode(change, why):
     class NoisyModule(nn.Module):
         def forward(self, x):
             return change(x) if self.training else x
@@ -125,8 +125,7 @@ def test_randomness_under_any_name_is_found_in_training_mode(change, function):
     mlp.down_proj = nn.Sequential(mlp.down_proj, NoisyModule())
     assert find_layout_faults(model, ["padded"]) == {}
     faults = find_layout_faults(model, ["padded"], training=True)
-    assert faults.keys() == {"training"}
-    assert f"uses random numbers ({function})" in faults["training"]
+    assert faults.keys() == {"training"} and why in faults["training"]
 
 
 def test_numbers_drawn_without_effect_are_no_fault():
