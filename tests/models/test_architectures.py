@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[dict, set[str]]] = {
     "falcon_h1": ({}, ROWS),
     "mpt": ({}, ROWS),  # its config calls the width d_model
 }
-EAGER = ("gpt2 llama qwen2 mixtral mistral gemma2 gptj codegen lfm2 qwen3_next llama4_text").split()
+EAGER = "gpt2 llama qwen2 mixtral mistral gemma2 gptj codegen lfm2 qwen3_next llama4_text".split()
 
 
 SHORT_PAIRS = ((9, (7, 5)), (4, (3, 12)))

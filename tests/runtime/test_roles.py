@@ -573,8 +573,8 @@ def test_each_side_is_a_world_of_its_own(trained, sides):
 def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name(ranks, tmp_path, options, says):
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
     words = (
-        f"{LINE} {LATE} --no-self-test --steps 500 --timeout 6 --sampler-ranks 1 --output-dir {tmp_path}/run "
-        f"--environment {tmp_path}/uneven.py:Uneven"
+        f"{LINE} {LATE} --no-self-test --steps 500 --timeout 6 --sampler-ranks 1 "
+        f"--output-dir {tmp_path}/run --environment {tmp_path}/uneven.py:Uneven"
     )
     launch = ranks.start(*words.split(), cwd=tmp_path, world=2)
     deadline = time.monotonic() + 90
