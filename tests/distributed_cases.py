@@ -38,6 +38,8 @@ DIVISOR = 7.0
 LOOK = AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0, eps=1.0)
 PROMPTS = [[3, 4, 12, 5, 6, 13], [3, 4, 12]]
 SMALL = {"token_budget": 20}  # a few sequences per micro-batch
+STEPS = 5  # updates
+LONGEST = 20  # tokens of a sample
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,6 @@ GRADIENTS = {
     "untied, ppo, plain head, calls of 3 and 5": Case(
         "untied", "ppo", {"token_budget": 1, "fused": False}, (3, 5)
     ),
-    "untied, gspo": Case("untied", "gspo", SMALL),
     "untied, custom over sequences, inputs of layers offloaded": Case(
         "untied",
         "custom",
@@ -71,7 +72,6 @@ GRADIENTS = {
         (3, 5),
     ),
     "value head, values alone": Case("value", "value", SMALL, (3, 5)),
-    "lora tied, ppo, calls of 3 and 5": Case("lora_tied", "ppo", SMALL, (3, 5)),
     "lora tied, cross_entropy, plain head": Case("lora_tied", "cross_entropy", {"fused": False}),
     "lora untied, gspo, checkpointing": Case(
         "lora_untied", "gspo", {"token_budget": 1, "gradient_checkpointing": True}
@@ -79,6 +79,9 @@ GRADIENTS = {
     "lora untied, cross_entropy, padded": Case(
         "lora_untied", "cross_entropy", {**SMALL, "layout": "padded"}
     ),
+    # the clients of these two are updated afterwards
+    "lora tied, ppo, calls of 3 and 5": Case("lora_tied", "ppo", SMALL, (3, 5)),
+    "untied, gspo": Case("untied", "gspo", SMALL),
 }
 FEW = [
     "tied, ppo, some a micro-batch, calls of 3 and 5",
@@ -221,13 +224,6 @@ class CaseWorker(TrainingWorker):
     def micro_batches(self, model_id: int, datums: Sequence[Datum]) -> int:
         return self.learners[model_id].split_batch(datums)[0].num_micro_batches
 
-    @verb()
-    def plant_divisor(self, model_id: int, divisor: float) -> None:
-        """Plant a defect: divide every loss by `divisor` once too often."""
-        backend = self.learners[model_id].backend
-        right = backend.backward
-        backend.backward = lambda value: right(value / divisor)
-
 
 class Launch:
     """The script's side: it opens clients in sequence and collects their results."""
@@ -308,7 +304,7 @@ class Launch:
 
     def unequal_shares(self) -> None:
         """Run cases in which a rank has nothing to learn, all ranks share a datum, no datum exists,
-        gradients were dropped, or a defect is planted.
+        or gradients were dropped.
         """
         client = self.begin("untied", token_budget=1)
         ordered = masked_on_one_rank()
@@ -327,19 +323,13 @@ class Launch:
         self.verb("drop_gradients", client.model_id)
         self.call(ordered)
         self.results["what was dropped is gone"] = self.look()
-        self.plant(client, "untied")
-        client = self.begin("lora_tied", token_budget=1)
+
+    def forward_without_adapter(self) -> None:
+        """Compute a gradient after a forward of the base model."""
+        client = self.begin("lora_tied", **SMALL)
         client.forward(make_eight_datums(), "ppo", adapters=False).result()
         self.call(make_eight_datums())
         self.results["a forward without the adapter before"] = self.look()
-        self.plant(client, "lora_tied")
-
-    def plant(self, client: TrainingClient, start: str) -> None:
-        """Compute the gradient with a divisor that is wrong by the number of processes."""
-        self.verb("plant_divisor", client.model_id, float(client.info["world"]))
-        self.call(make_eight_datums())
-        self.results[f"planted, {start}"] = self.look()
-        self.end()
 
     def two_models(self) -> None:
         """Train a policy and a critic as two models at once, with alternating calls and updates. A
@@ -376,24 +366,23 @@ class Launch:
         for client in (policy, critic, frozen):
             client.release()
 
-    def updates(self) -> None:
-        """Run five updates, then sample on all ranks and save the weights."""
-        for start in ("untied", "lora_tied"):
-            client, norms = self.begin(start, token_budget=20), []
-            for step in range(5):
-                datums = update_datums(step)
-                self.call(datums[:2])
-                self.call(datums[2:])
-                norms.append(client.optim_step(update_params(step)).result().metrics["grad_norm"])
-            self.results[f"updates, {start}"] = {"norms": norms, **self.sampled(client)}
-            client.save_weights_for_sampler(start).result()
-            client.save_weights_for_sampler(f"{start}_merged", merged=True).result()
-            path = client.save_state(start).result().path
-            self.one_more(client, f"{start}_went_on")
-            self.end()
-            self.client = self.service.create_training_client_from_state_with_optimizer(path)
-            self.one_more(self.client, f"{start}_resumed")
-            self.end()
+    def updates(self, start: str) -> None:
+        """Run the updates, then sample on all ranks and save the weights."""
+        client, norms = self.begin(start, **SMALL), []
+        for step in range(STEPS):
+            datums = update_datums(step)
+            self.call(datums[:2])
+            self.call(datums[2:])
+            norms.append(client.optim_step(update_params(step)).result().metrics["grad_norm"])
+        self.results[f"updates, {start}"] = {"norms": norms, **self.sampled(client)}
+        client.save_weights_for_sampler(start).result()
+        client.save_weights_for_sampler(f"{start}_merged", merged=True).result()
+        path = client.save_state(start).result().path
+        self.one_more(client, f"{start}_went_on")
+        self.end()
+        self.client = self.service.create_training_client_from_state_with_optimizer(path)
+        self.one_more(self.client, f"{start}_resumed")
+        self.end()
 
     def one_more(self, client: TrainingClient, name: str) -> None:
         self.call(update_datums(5))
@@ -405,8 +394,8 @@ class Launch:
         then leave a rank without requests.
         """
         sampler = client.save_weights_and_get_sampling_client()
-        endless = types.SamplingParams(max_tokens=40, stop=[], seed=1)
-        at_once = types.SamplingParams(max_tokens=40, stop=list(range(14)), seed=1)
+        endless = types.SamplingParams(max_tokens=LONGEST, stop=[], seed=1)
+        at_once = types.SamplingParams(max_tokens=LONGEST, stop=list(range(14)), seed=1)
         prompts = [ModelInput.from_ints(prompt) for prompt in PROMPTS]
         both = [sampler.sample(prompts[0], 2, endless), sampler.sample(prompts[1], 2, at_once)]
         sequences = [[(s.tokens, s.logprobs) for s in future.result().sequences] for future in both]
@@ -430,9 +419,11 @@ class Launch:
         """Repeat the gradients in bf16, then make equal calls in a row: their sum shows the
         precision in which gradients are accumulated.
         """
-        self.gradients(FEW, "bf16: ")
-        for start in ("tied", "lora_tied"):
-            self.begin(start, token_budget=1)
+        for name in FEW:
+            self.gradients([name], "bf16: ")
+            start = GRADIENTS[name].start
+            if start == "untied":
+                continue
             self.call(make_eight_datums())
             once, _ = self.look()
             for _ in range(5):
@@ -444,10 +435,14 @@ def main(starts: Path, out: Path, also: str | None) -> None:
     torch.set_num_threads(1)
     worker_group.TrainingWorker = CaseWorker  # for the driver and the serving ranks
     launch = Launch(starts, out)
-    launch.gradients(list(GRADIENTS))
+    *others, of_adapters, of_weights = GRADIENTS
+    launch.gradients([*others, of_adapters])
+    launch.forward_without_adapter()
+    launch.updates("lora_tied")
+    launch.gradients([of_weights])
+    launch.updates("untied")
     launch.unequal_shares()
     launch.two_models()
-    launch.updates()
     launched_with = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if also is not None:
         launch.verb("relaunch", False, also)

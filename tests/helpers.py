@@ -77,6 +77,12 @@ def gradient(worker: TrainingWorker) -> torch.Tensor:
     return torch.cat([p.grad.reshape(-1) for p in worker.learners[0].trainable.values()])
 
 
+def gather_targets(logp_TV: torch.Tensor, datum: Datum) -> torch.Tensor:
+    """Return the logprobs of a datum's targets, of logprobs of the whole vocabulary."""
+    targets_T = datum.loss_fn_inputs["target_tokens"].to_torch().long()
+    return logp_TV.gather(-1, targets_T[:, None])[:, 0]
+
+
 def float32_bound(terms: int, magnitude: float = 1.0, factor: float = 2.0) -> float:
     """Return the bound on the difference between two float32 computations of a number: factor *
     2^-24 * sqrt(terms) * magnitude.

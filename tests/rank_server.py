@@ -288,6 +288,13 @@ def run_script(
         )
 
 
+def make_launch_command(config: str, script: object, *words: object) -> list[str]:
+    """Return the command with which accelerate's launcher starts `script` on two processes."""
+    launch = ["-m", "accelerate.commands.launch", "--num_processes", "2"]
+    launch += ["--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
+    return [sys.executable, *launch, "--main_process_port", "0", str(script), *map(str, words)]
+
+
 def make_launch_environment(*words: str) -> dict[str, str]:
     """Return the variables that `accelerate launch WORDS` sets for all its ranks."""
     from unittest import mock

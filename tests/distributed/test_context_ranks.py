@@ -76,7 +76,7 @@ def test_a_group_computes_what_one_process_computes(
 REWARD = "def score(prompt, response, meta):\n    return float(sum(map(ord, response)) % 5)\n"
 NEW_RUN = (
     "grpo --base-model tiny:addition --dataset addition --reward own.py:score --batch-size 4 "
-    "--group-size 4 --max-tokens 6 --eval-every 0 --save-every 3 --token-budget 60 "
+    "--group-size 4 --max-tokens 6 --eval-every 0 --save-every 2 --token-budget 60 "
     "--learning-rate 1e-3 --no-eval-greedy"
 )
 
@@ -90,7 +90,7 @@ def train(folder, words, config="zero3"):
 
 def assert_same_metrics(ours, theirs):
     """Check all metrics except times, within fp32 rounding (logprob differences are rounding)."""
-    assert len(ours) == len(theirs) == 6
+    assert len(ours) == len(theirs) == 4
     for first, other in zip(ours, theirs, strict=True):
         for name, value in other.items():
             if not name.startswith(("time/", "progress/")) and isinstance(value, (int, float)):
@@ -99,10 +99,10 @@ def assert_same_metrics(ours, theirs):
 
 def test_a_run_has_the_metrics_of_one_without_and_resumes_with_and_without(tmp_path):
     (tmp_path / "own.py").write_text(REWARD)
-    expected = train(tmp_path / "plain", f"{NEW_RUN} --steps 6")
-    assert len({row["optim/grad_norm"] for row in expected}) == 6  # it learns at each step
-    train(tmp_path / "shared", f"{NEW_RUN} --steps 3 --context-parallel-size 2")
+    expected = train(tmp_path / "plain", f"{NEW_RUN} --steps 4 --no-self-test")
+    assert len({row["optim/grad_norm"] for row in expected}) == 4  # it learns at each step
+    train(tmp_path / "shared", f"{NEW_RUN} --steps 2 --context-parallel-size 2")
     shutil.copytree(tmp_path / "shared", tmp_path / "without")
-    assert_same_metrics(train(tmp_path / "shared", "--resume --steps 6"), expected)
-    without = train(tmp_path / "without", "--resume --steps 6 --context-parallel-size 1")
-    assert_same_metrics(without, expected)
+    assert_same_metrics(train(tmp_path / "shared", "--resume --steps 4 --no-self-test"), expected)
+    words = "--resume --steps 4 --no-self-test --context-parallel-size 1"
+    assert_same_metrics(train(tmp_path / "without", words), expected)

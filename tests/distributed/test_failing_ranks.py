@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_server import Ranks, make_launch_environment
+from test_distributed import start_launch
 
 REPO = Path(__file__).resolve().parents[2]
 # Rank FAILING runs out of memory in the second of its micro-batches.
@@ -42,26 +42,17 @@ print("update", client.optim_step(AdamParams()).result().metrics["grad_norm"] > 
 """
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    server = Ranks("torch.distributed.fsdp")
-    yield server
-    server.close()
-
-
-def start(ranks, folder, config, failing):
+def start(folder, config, failing):
     script = folder / "fails.py"
     script.write_text(SCRIPT.format(repo=str(REPO), failing=failing))
-    file = REPO / "accelerate_configs" / f"{config}.yaml"
-    environment = make_launch_environment("--config_file", str(file), "--num_processes", "2")
-    return ranks.start(cwd=folder, world=2, script=str(script), **environment)
+    return start_launch(config, folder, script=str(script))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", ["0", "1"])
-def test_ranks_that_communicate_only_at_the_end_go_on(ranks, tmp_path, failing):
+def test_ranks_that_communicate_only_at_the_end_go_on(tmp_path, failing):
     """The error is that of the verb, with the settings to lower, and the run can continue."""
-    launch = start(ranks, tmp_path, "ddp", failing)
+    launch = start(tmp_path, "ddp", failing)
     assert launch.wait(90) == [0, 0], launch.output()
     first, second, third = launch.output(0).split("] ", 1)[1].strip().splitlines()[-3:]
     assert first.startswith("OutOfMemoryError out of memory in forward_backward: CUDA out of")
@@ -73,8 +64,8 @@ def test_ranks_that_communicate_only_at_the_end_go_on(ranks, tmp_path, failing):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", ["0", "1"])
-def test_ranks_that_wait_inside_a_micro_batch_end_soon(ranks, tmp_path, failing):
-    launch = start(ranks, tmp_path, "fsdp2", failing)
+def test_ranks_that_wait_inside_a_micro_batch_end_soon(tmp_path, failing):
+    launch = start(tmp_path, "fsdp2", failing)
     begin = time.monotonic()
     codes = launch.wait(90)  # the timeout is 600 s
     assert codes == [1, 1], launch.output()

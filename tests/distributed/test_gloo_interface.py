@@ -85,28 +85,14 @@ def test_machines_find_each_other_though_their_names_are_loopback(
                 f"hostname machine{rank} && mount --bind {hosts} /etc/hosts && "
                 f'exec "{sys.executable}" -c "$PROGRAM"'
             )
-            environment = {
-                **{key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"},
-                "PROGRAM": program,
-                "PYTHONPATH": str(REPO),
-                "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": ADDRESSES[0] if master == "address" else "machine0",
-                "MASTER_PORT": "29511",
-                "ACCELERATE_USE_CPU": "true",
-            }
-            words = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount"]
-            machines.append(
-                subprocess.Popen(
-                    [*words, "bash", "-c", command],
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )  # fmt: skip
-            )
+            env = {**os.environ, "PROGRAM": program, "PYTHONPATH": str(REPO), "RANK": str(rank)}
+            env |= {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+            env["MASTER_ADDR"] = ADDRESSES[0] if master == "address" else "machine0"
+            env |= {"MASTER_PORT": "29511", "ACCELERATE_USE_CPU": "true"}
+            env.pop("GLOO_SOCKET_IFNAME", None)
+            words = ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "bash", "-c"]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            machines.append(subprocess.Popen([*words, command], env=env, **pipes))
         outputs = [machine.communicate(timeout=240)[0] for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], "\n".join(outputs)
     assert all(expected in output for output in outputs)

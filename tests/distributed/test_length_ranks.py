@@ -2,33 +2,18 @@
 other, and the gradient equals that of a single process.
 """
 
-import numpy as np
 import pytest
 from length_ranks_case import CASES
+from test_architectures import make_longrope_model
 from test_distributed import assert_same_gradients, case_on_ranks
-from tiny_models import tiny_model
 
 pytestmark = pytest.mark.campaign  # the single-process case is in test_architectures
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    rng = np.random.default_rng(0)
-    factors = {
-        "short_factor": rng.uniform(1, 2, 4).tolist(),
-        "long_factor": rng.uniform(3, 9, 4).tolist(),
-    }
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "factor": 8.0,
-        "original_max_position_embeddings": 32,
-        **factors,
-    }
     folder = tmp_path_factory.mktemp("start") / "longrope"
-    tiny_model(
-        "phi3", rope_parameters=rope, sliding_window=None, original_max_position_embeddings=32
-    ).save_pretrained(folder)
+    make_longrope_model().save_pretrained(folder)
     return folder
 
 

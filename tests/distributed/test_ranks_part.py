@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_server import TAG, Ranks
+from rank_server import TAG, make_launch_command, shared_ranks
 from test_run import write
 
 from rl.config import CHANGEABLE_OPTIONS, diff_configs
@@ -54,14 +54,9 @@ time.sleep(60)
 
 
 def python(code: str, *words: str) -> subprocess.Popen:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, "-c", code.format(repo=str(REPO)), *words],
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", code.format(repo=str(REPO)), *words]
+    return subprocess.Popen(command, **pipes, text=True)
 
 
 @pytest.mark.slow
@@ -190,19 +185,12 @@ def test_each_setting_that_differs_is_found_and_named():
     names = ["rank 0 (process 1 on a)", "rank 1 (process 2 on b)"]
     changed = 0
     for path, settings in iterate_changes(base):
-        result = find_differences([collect_launch_info(base), collect_launch_info(settings)], names)
-        assert (
-            len(result) == 1
-            and result[0].startswith(f"the setting {path} is ")
-            and result[0].endswith(names[0])
-        ), result
-        assert names[1] in result[0]
+        (text,) = find_differences(list(map(collect_launch_info, (base, settings))), names)
+        assert text.startswith(f"the setting {path} is ") and text.endswith(names[0])
+        assert names[1] in text
         changed += 1
     assert changed >= 10
-    assert (
-        find_differences([collect_launch_info(base), collect_launch_info(WorkerSettings())], names)
-        == []
-    )
+    assert find_differences(list(map(collect_launch_info, (base, WorkerSettings()))), names) == []
 
 
 def iterate_changes(settings, prefix=""):
@@ -228,12 +216,9 @@ def iterate_changes(settings, prefix=""):
 
 def test_what_one_side_alone_has_differs():
     """Either side may miss a key: an older version knows fewer settings."""
-    assert find_differences([{"a": "1"}, {"a": "1", "b": "2"}], ["r0", "r1"]) == [
-        "b is 2 on r1 and none on r0"
-    ]
-    assert find_differences([{"a": "1", "b": "2"}, {"a": "1"}], ["r0", "r1"]) == [
-        "b is none on r1 and 2 on r0"
-    ]
+    less, more, names = {"a": "1"}, {"a": "1", "b": "2"}, ["r0", "r1"]
+    assert find_differences([less, more], names) == ["b is 2 on r1 and none on r0"]
+    assert find_differences([more, less], names) == ["b is none on r1 and 2 on r0"]
 
 
 @pytest.mark.parametrize(
@@ -259,13 +244,8 @@ def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, end
             return heartbeat._BEAT
 
     watch, exits = HeartbeatMonitor.__new__(HeartbeatMonitor), []
-    watch._interval_seconds, watch._max_missed, watch._lost_message, watch._closed = (
-        0.001,
-        3,
-        "{} s".format,
-        threading.Event(),
-    )
-    watch._timeout = 60.0
+    watch._interval_seconds, watch._max_missed, watch._timeout = 0.001, 3, 60.0
+    watch._lost_message, watch._closed = "{} s".format, threading.Event()
     monkeypatch.setattr(heartbeat.os, "_exit", exits.append)
     monkeypatch.setattr(heartbeat.os, "write", lambda *_: None)
     watch._run(FakeConnection())
@@ -273,18 +253,12 @@ def test_silences_count_only_while_nothing_comes_between(monkeypatch, heard, end
 
 
 def test_versions_and_code_are_compared():
-    names = ["rank 0", "rank 1"]
     first = collect_launch_info(WorkerSettings())
-    other = {
-        **first,
-        "the version of torch": "1.0",
-        "the code of this project (checksum)": "00000000",
-    }
-    result = find_differences([first, other], names)
+    version, checksum = "the version of torch", "the code of this project (checksum)"
+    other = {**first, version: "1.0", checksum: "00000000"}
+    result = find_differences([first, other], ["rank 0", "rank 1"])
     assert (
-        len(result) == 2
-        and f"the version of torch is 1.0 on rank 1 and {first['the version of torch']} on rank 0"
-        in result
+        len(result) == 2 and f"{version} is 1.0 on rank 1 and {first[version]} on rank 0" in result
     )
 
 
@@ -321,9 +295,7 @@ def test_a_deepspeed_config_is_found_from_any_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def ranks():
-    server = Ranks()
-    yield server
-    server.close()
+    return shared_ranks()
 
 
 STOPPED = """
@@ -364,9 +336,9 @@ def test_a_stopped_driver_is_noticed_within_the_timeout_and_a_beat(ranks, tmp_pa
     stopped = float(launch.output(0).split("stopping at")[1].split()[0])
     # 3 s is the margin for this machine; it is not part of the bound
     assert ended - stopped < TIMEOUT + TIMEOUT / 4 + 3.0, launch.output()
-    assert f"rank 0 (process {launch.pids[0]} on" in launch.output(
-        1
-    ) and f"did not answer within {TIMEOUT} s" in launch.output(1)
+    text = launch.output(1)
+    assert f"rank 0 (process {launch.pids[0]} on" in text
+    assert f"did not answer within {TIMEOUT} s" in text
 
 
 UNLIKE = """
@@ -389,15 +361,9 @@ def test_settings_that_differ_between_ranks_are_refused(ranks, tmp_path):
     script.write_text(UNLIKE.format(repo=str(REPO)))
     launch = ranks.start(cwd=tmp_path, world=2, script=str(script))
     assert launch.wait(60) == [0, 1], launch.output()
-    text = launch.output(0)
-    assert (
-        "refused: the ranks do not agree: the setting sampler.max_rows is 7 on rank 1 (process"
-        in text
-    )
-    assert (
-        "and 1024 on rank 0 (process" in text
-        and "the error of rank 0 lists the differences" in launch.output(1)
-    )
+    cause = "refused: the ranks do not agree: the setting sampler.max_rows is 7 on rank 1 (process"
+    assert cause in launch.output(0) and "and 1024 on rank 0 (process" in launch.output(0)
+    assert "the error of rank 0 lists the differences" in launch.output(1)
 
 
 OWN = """
@@ -415,22 +381,10 @@ time.sleep(1000)
 def test_a_users_own_script_ends_with_a_killed_launcher(tmp_path):
     script, tag = tmp_path / "own.py", f"launched-{os.getpid()}"
     script.write_text(OWN.format(repo=str(REPO)))
-    config = str(REPO / "accelerate_configs" / "ddp.yaml")
-    words = [
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        config,
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        "0",
-        str(script),
-    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", TAG: tag}
     with (tmp_path / "log").open("w") as log:
         launcher = subprocess.Popen(
-            [sys.executable, *words],
+            make_launch_command("ddp", script),
             cwd=tmp_path,
             env=env,
             stdout=log,
@@ -476,27 +430,16 @@ def test_a_run_whose_rewards_cannot_be_restored_ends_with_the_cause(ranks, tmp_p
     recipe = write(tmp_path)
     (tmp_path / "tests_rewards.py").write_text(LAST)
     flags = (
-        "--output-dir",
-        "out",
-        "--reward-workers",
-        "1",
-        "--reward-env",
-        "MY_SETTING",
-        "--eval-every",
-        "0",
-        "--rollouts-every",
-        "0",
-    )
+        "--output-dir out --reward-workers 1 --reward-env MY_SETTING --eval-every 0 "
+        "--rollouts-every 0"
+    ).split()
     launch = ranks.start(
         recipe, *flags, cwd=tmp_path, world=2, MY_SETTING="handed over", MY_TOKEN="secret"
     )
     assert launch.wait(120) == [2, 0], launch.output()
     text = " ".join(launch.output(0).replace("│", " ").split())
-    assert (
-        "cannot score any more" in text
-        and "MemoryError: as if there were none" in text
-        and "Traceback" not in text
-    )
+    assert "cannot score any more" in text and "Traceback" not in text
+    assert "MemoryError: as if there were none" in text
     assert ranks.nothing_left() == []
 
 
@@ -504,14 +447,8 @@ def test_what_rewards_get_of_the_environment_may_change_when_a_run_is_resumed():
     """A run that predates the setting can be resumed as well."""
     stage = {"name": "grpo", "method": "grpo", "settings": {"learning_rate": 1.0}}
     later = {**stage, "settings": {"learning_rate": 1.0, "reward_env": ["MY_SETTING"]}}
-    assert (
-        diff_configs(
-            {"options": {}, "stages": [stage]},
-            {"options": {}, "stages": [later]},
-            ignore=CHANGEABLE_OPTIONS,
-        )
-        == []
-    )
+    before, after = ({"options": {}, "stages": [one]} for one in (stage, later))
+    assert diff_configs(before, after, ignore=CHANGEABLE_OPTIONS) == []
 
 
 def find_tagged_processes(tag: str) -> list[int]:

@@ -47,14 +47,9 @@ def test_a_user_changes_account_and_partition_alone(name):
     assert command and all(line.startswith("#") or not line for line in head.splitlines())
     inputs = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, flags=re.M))
     assert len(inputs) == head.count("#SBATCH")
-    assert [option for option, value in inputs.items() if value.startswith("my-")] == [
-        "account",
-        "partition",
-    ]
-    assert (
-        inputs.keys() >= {"nodes", "gpus-per-node", "time", "requeue", "signal", "output"}
-        and inputs["open-mode"] == "append"
-    )
+    changed = [option for option, value in inputs.items() if value.startswith("my-")]
+    assert changed == ["account", "partition"] and inputs["open-mode"] == "append"
+    assert inputs.keys() >= {"nodes", "gpus-per-node", "time", "requeue", "signal", "output"}
     warning = int(re.fullmatch(r"B:USR1@(\d+)", inputs["signal"])[1])
     # the margin in job.sh
     assert warning > int(re.search(r"^save_seconds=(\d+)", command + _, flags=re.M)[1]) + 15
@@ -94,13 +89,8 @@ def start(
     for name, body in STAND_INS.items():
         (programs / name).write_text(f"#!{BASH}\n{body}\n")
         (programs / name).chmod(0o755)
-    slurm = {
-        "JOB_ID": "70012",
-        "JOB_NAME": "whetstone",
-        "JOB_NODELIST": "gpu-[7,12]",
-        "JOB_NUM_NODES": "2",
-        "GPUS_ON_NODE": "4",
-    }
+    slurm = {"JOB_ID": "70012", "JOB_NAME": "whetstone", "JOB_NODELIST": "gpu-[7,12]"}
+    slurm |= {"JOB_NUM_NODES": "2", "GPUS_ON_NODE": "4"}
     env = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         **{f"SLURM_{k}": v for k, v in slurm.items()},
@@ -140,29 +130,20 @@ def test_every_process_gets_the_rendezvous_of_the_first_node_and_the_line(tmp_pa
 
 def test_the_runs_folder_is_the_one_asked_for_and_logs_of_each_start_are_apart(tmp_path):
     assert "done: runs/mine\n" in job(tmp_path, "sft", "--output-dir", "runs/mine").stdout
-    assert (
-        "done: runs/mine\n"
-        in job(tmp_path, "sft", "--output-dir=runs/mine", SLURM_RESTART_COUNT="3").stdout
-    )
-    assert {p.name for p in (tmp_path / "root" / "runs" / "mine" / "logs").iterdir()} == {
-        "70012-0",
-        "70012-3",
-    }
+    again = job(tmp_path, "sft", "--output-dir=runs/mine", SLURM_RESTART_COUNT="3")
+    assert "done: runs/mine\n" in again.stdout
+    logs = tmp_path / "root" / "runs" / "mine" / "logs"
+    assert {path.name for path in logs.iterdir()} == {"70012-0", "70012-3"}
+
+
+GIVEN_UP = "not requeued after 2 restarts; to go on, submit again with --output-dir runs/whetstone-"
 
 
 @pytest.mark.parametrize(
     ("code", "starts", "requeued", "text"),
     [
         ("75", "0", True, "requeuing"),
-        (
-            "75",
-            "2",
-            False,
-            (
-                "not requeued after 2 restarts; to go on, submit again with --output-dir "
-                "runs/whetstone-70012"
-            ),
-        ),
+        ("75", "2", False, f"{GIVEN_UP}70012"),
         ("2", "0", False, "failed with code 1"),
     ],
 )
@@ -193,10 +174,8 @@ def test_a_warning_reaches_rank_0_and_one_that_comes_too_early_ends_the_job(tmp_
 
 
 def test_outside_of_slurm_or_of_the_project_a_script_says_what_to_do(tmp_path):
-    assert (
-        "sbatch slurm/one_node.sbatch"
-        in job(tmp_path, script="one_node.sbatch", SLURM_JOB_ID="").stderr
-    )
+    outside = job(tmp_path, script="one_node.sbatch", SLURM_JOB_ID="")
+    assert "sbatch slurm/one_node.sbatch" in outside.stderr
     done = subprocess.run(
         [BASH, REPO / "slurm" / "one_node.sbatch"], cwd=tmp_path, capture_output=True, text=True
     )
@@ -218,9 +197,8 @@ def test_logs_are_no_run_and_survive_one(tmp_path):
         check_claim_folder(tmp_path)
     (tmp_path / "rollouts").mkdir()
     claim_folder(tmp_path, {"name": "y", "stages": []}, overwrite=True)
-    assert {p.name for p in tmp_path.iterdir()} == {"logs", "config.json"} and (
-        tmp_path / "logs" / "rank-0.log"
-    ).exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"logs", "config.json"}
+    assert (tmp_path / "logs" / "rank-0.log").exists()
 
 
 def test_auto_resume_and_overwrite_exclude_each_other():
@@ -266,13 +244,9 @@ def submit(cluster: slurm_cluster.SlurmCluster, folder: Path, run: str) -> str:
     """Submit the project's script with what a user must change (account and partition), and with
     settings for a machine without GPUs.
     """
-    words = [
-        "--account=any",
-        "--partition=debug",
-        f"--output={folder}/{run}.out",
-        "slurm/many_nodes.sbatch",
-    ]
-    words += [str(folder / "recipe.yaml"), "--output-dir", str(folder / run)]
+    words = ["--account=any", "--partition=debug", f"--output={folder}/{run}.out"]
+    words += ["slurm/many_nodes.sbatch", str(folder / "recipe.yaml")]
+    words += ["--output-dir", str(folder / run)]
     cpus = {
         "WHETSTONE_ACCELERATE_CONFIG": "accelerate_configs/ddp.yaml",
         "WHETSTONE_PROCESSES_PER_NODE": "1",
@@ -297,15 +271,9 @@ def collect_logs(cluster: slurm_cluster.SlurmCluster, folder: Path, run: str) ->
     reason="WHETSTONE_TEST_SLURM=1 runs it, with slurm-wlm and munge installed",
 )
 def test_a_job_that_slurm_warns_and_requeues_ends_as_if_undisturbed(tmp_path):
-    missing = [
-        name
-        for name in slurm_cluster.PROGRAMS
-        if shutil.which(name, path=slurm_cluster.PATH) is None
-    ]
-    assert not missing, (
-        f"WHETSTONE_TEST_SLURM=1 needs {', '.join(missing)}: apt-get install slurm-wlm munge, or "
-        f"unset it"
-    )
+    for name in slurm_cluster.PROGRAMS:
+        installed = shutil.which(name, path=slurm_cluster.PATH)
+        assert installed, f"WHETSTONE_TEST_SLURM=1 needs {name}: apt-get install slurm-wlm munge"
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(folder=tmp_path))
     (tmp_path / "slow_reward.py").write_text(REWARD)
     deadline = time.monotonic() + 240  # for three starts on a busy machine; usually half of it
@@ -323,15 +291,11 @@ def test_a_job_that_slurm_warns_and_requeues_ends_as_if_undisturbed(tmp_path):
         cluster.call("scancel", "--batch", "--signal=USR1", disturbed)
         ended = cluster.wait(disturbed, deadline)
         messages = collect_logs(cluster, tmp_path, "disturbed")
-        assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == (
-            "COMPLETED",
-            "1",
-            "2",
-        ), messages
+        end = ended["JobState"], ended["Restarts"], ended["NumNodes"]
+        assert end == ("COMPLETED", "1", "2"), messages
     logs = tmp_path / "disturbed" / "logs"
     first, second = ((logs / f"{disturbed}-{start}" / "rank-0.log").read_text() for start in (0, 1))
     assert "2 processes" in first and "--resume continues from grpo-" in first, messages
     assert 3 <= int(re.search(r"resuming from grpo-(\d+)", second)[1]) < 16, messages
-    assert len(rows(tmp_path / "whole")) == 17 and rows(tmp_path / "disturbed") == rows(
-        tmp_path / "whole"
-    )
+    whole_rows = rows(tmp_path / "whole")
+    assert len(whole_rows) == 17 and rows(tmp_path / "disturbed") == whole_rows

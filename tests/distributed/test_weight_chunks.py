@@ -64,14 +64,9 @@ def test_a_rank_receives_the_weights_bit_for_bit():
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(REPO)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), port],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), port], env=environment, **pipes)
         for rank in range(2)
     ]
     outputs = [rank.communicate(timeout=120)[0] for rank in ranks]

@@ -2,7 +2,7 @@
 averaged, and which generator is restored.
 
 Other ranks are replaced by the contents of their messages. The slow tests of real processes
-(test_distributed.py, test_two_processes.py) show that the parts work together under every launch.
+(test_distributed.py) show that the parts work together under every launch.
 """
 
 from contextlib import nullcontext
@@ -37,11 +37,8 @@ def adamw(weight, gradients, params=PARAMS):
     m = v = torch.zeros_like(w)
     for t, gradient in enumerate(gradients, start=1):
         g = gradient.double()
-        g = (
-            g * min(1.0, params.grad_clip_norm / float(g.norm()))
-            if params.grad_clip_norm > 0
-            else g
-        )
+        if params.grad_clip_norm > 0:
+            g = g * min(1.0, params.grad_clip_norm / float(g.norm()))
         m = params.beta1 * m + (1 - params.beta1) * g
         v = params.beta2 * v + (1 - params.beta2) * g * g
         update = (m / (1 - params.beta1**t)) / ((v / (1 - params.beta2**t)).sqrt() + params.eps)
@@ -67,12 +64,8 @@ def test_three_updates_are_adamws_with_the_betas_asked_for():
     assert compute_relative_difference(model.weight.detach(), adamw(start, gradients)) < 1e-5
     # Each of these parameters affects the result.
     for other in ({"beta1": 0.9}, {"beta2": 0.95}, {"weight_decay": 0.0}, {"grad_clip_norm": 0.0}):
-        assert (
-            compute_relative_difference(
-                model.weight.detach(), adamw(start, gradients, replace(PARAMS, **other))
-            )
-            > 1e-4
-        )
+        moved = adamw(start, gradients, replace(PARAMS, **other))
+        assert compute_relative_difference(model.weight.detach(), moved) > 1e-4
 
 
 # ------------------------------------------------------------------------------------ several ranks
@@ -180,17 +173,6 @@ def test_messages_have_a_bounded_size(monkeypatch, two_ranks):
     assert [t.tolist() for t in tensors] == [[5.0] * 2, [5.0] * 2, [2.0], [10.0] * 9, [4.0] * 3]
 
 
-@pytest.mark.parametrize("world", [1, 4])
-def test_deepspeed_is_given_its_mean_times_the_ranks(monkeypatch, world):
-    """DeepSpeed averages gradients over ranks, so each loss is multiplied by `world`."""
-    monkeypatch.setattr(collectives, "world", lambda: world)
-    engine = DeepSpeedBackend.__new__(DeepSpeedBackend)
-    seen = []
-    engine.wrapped = SimpleNamespace(backward=lambda value: seen.append(float(value)))
-    engine.backward(torch.tensor(1.5))
-    assert seen == [1.5 * world]
-
-
 def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, two_ranks):
     """With two ranks and losses times 2, the gradients' sum over ranks, halved, is the sum of the
     gradients of both losses.
@@ -198,12 +180,8 @@ def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, t
     model, trainable = linear()
     engine = DeepSpeedBackend.__new__(DeepSpeedBackend)
     stepped = []
-    engine.stage, engine.trainable, engine.adam, engine.bf16_stage1 = (
-        0,
-        trainable,
-        make_adamw(trainable),
-        True,
-    )
+    engine.stage, engine.bf16_stage1 = 0, True
+    engine.trainable, engine.adam = trainable, make_adamw(trainable)
     engine.wrapped = SimpleNamespace(
         step=lambda: stepped.append(model.weight.grad.clone()),
         zero_grad=lambda: None,
@@ -216,13 +194,8 @@ def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, t
     norm, applied = engine.step(PARAMS)
     assert applied and compute_relative_difference(stepped[0], mine + other) < 1e-6
     assert norm == pytest.approx(float((mine + other).norm()), rel=1e-6)
-    group = engine.adam.param_groups[0]
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
-        0.01,
-        (0.5, 0.6),
-        1e-6,
-        0.1,
-    )
+    expected = {"lr": 0.01, "betas": (0.5, 0.6), "eps": 1e-6, "weight_decay": 0.1}
+    assert expected.items() <= engine.adam.param_groups[0].items()
     assert engine.wrapped._config.gradient_clipping == 0.5
 
 
@@ -270,10 +243,9 @@ def test_ranks_deal_micro_batches_out_among_themselves(monkeypatch):
     parts = learner.split_batch(datums)
     shares = [list(learner.planner.make_micro_batches(part)) for part in parts]
     assert len({len(share) for share in shares}) == 1
-    assert sorted(
-        i for share in shares for batch in share if batch.scale for i in batch.datum_index
-    ) == list(range(9))
-    assert sum(batch.scale for share in shares for batch in share) >= 3
+    real = [batch for share in shares for batch in share if batch.scale]
+    assert sorted(i for batch in real for i in batch.datum_index) == list(range(9))
+    assert sum(batch.scale for batch in real) >= 3
 
 
 def test_ranks_deal_samples_out_among_themselves():
@@ -331,15 +303,10 @@ def test_an_optimizers_state_goes_on_to_the_bit():
     resumed, reference = linear(seed=1)
     resumed.load_state_dict(whole.state_dict())
     other = make_adamw(reference)
-    load_adam_state(
-        other,
-        reference,
-        {name: tensor.clone() for name, tensor in get_adam_state(optimizer, trainable).items()},
-    )
-    assert (
-        sorted(get_adam_state(other, reference))
-        == "weight/exp_avg weight/exp_avg_sq weight/step".split()
-    )
+    state = get_adam_state(optimizer, trainable)
+    assert sorted(state) == "weight/exp_avg weight/exp_avg_sq weight/step".split()
+    load_adam_state(other, reference, {name: tensor.clone() for name, tensor in state.items()})
+    assert get_adam_state(other, reference).keys() == state.keys()
     for gradient in gradients[2:]:
         step(whole, optimizer, gradient), step(resumed, other, gradient)
     assert torch.equal(whole.weight, resumed.weight)

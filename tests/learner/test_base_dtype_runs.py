@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate.state import AcceleratorState
-from rank_server import Ranks
-from test_export import compute_run_logits, logits
+from rank_server import shared_ranks
+from test_export import assert_same_logits, compute_run_logits, logits
 from transformers import AutoModelForCausalLM
 from whole_runs import two_and_two
 
@@ -67,21 +66,11 @@ def test_dpo_resumes_to_the_bit_and_leaves_as_its_own_weights(held_in, base, tmp
     expected = compute_run_logits(run / "checkpoints" / "dpo-final")
     assert (expected - logits(load_model(str(base)).model)).abs().max() > 1e-2
     export_weights(str(run), tmp_path / "merged", merged=True)
-    torch.testing.assert_close(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")),
-        expected,
-        rtol=0,
-        atol=1e-5,
-    )
+    assert_same_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected)
     export_weights(str(run), tmp_path / "adapter")
     from peft import AutoPeftModelForCausalLM
 
-    torch.testing.assert_close(
-        logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")),
-        expected,
-        rtol=0,
-        atol=1e-5,
-    )
+    assert_same_logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"), expected)
 
 
 @pytest.mark.slow
@@ -90,26 +79,15 @@ def test_what_is_sampled_is_what_is_trained_and_the_run_proves_it(held_in, base,
     """The self-test at start is on. The KL is to the base with the adapter off."""
     needed(held_in)
     rows = two_and_two(f"{SAMPLES} --base-dtype {held_in} --base-model {base}", tmp_path)
-    assert all(
-        row["optim/max_logprob_difference"] < 0.1
-        for row in rows
-        if "optim/max_logprob_difference" in row
-    )
+    assert all(row.get("optim/max_logprob_difference", 0) < 0.1 for row in rows)
     assert any(row.get("optim/kl_ref_k3", 0) > 0 for row in rows)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    server = Ranks("rl.algorithms.dpo", "test_base_dtype")
-    yield server
-    server.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("held_in", "launch"), [("bf16", "ddp"), ("bf16", "fsdp2"), ("4bit", "ddp")]
 )
-def test_two_ranks_learn_what_one_does(held_in, launch, base, ranks, tmp_path):
+def test_two_ranks_learn_what_one_does(held_in, launch, base, tmp_path):
     """Loss, margins and weights of three steps agree to bf16's rounding (sums in another order).
     The two ranks resume after the second step.
     """
@@ -118,27 +96,12 @@ def test_two_ranks_learn_what_one_does(held_in, launch, base, ranks, tmp_path):
     for world in (1, 2):
         folder = tmp_path / str(world)
         folder.mkdir()
-        words = [
-            *PAIRS.split(),
-            "--schedule",
-            "constant",
-            "--base-dtype",
-            held_in,
-            "--base-model",
-            base,
-            "--quiet",
-        ]
-        words += ["--output-dir", folder / "run", "--save-every", "2"]
-        for more in (
-            [["--steps", "3"]] if world == 1 else [["--steps", "2"], ["--steps", "3", "--resume"]]
-        ):
-            started = ranks.start(
-                *words,
-                *more,
-                cwd=folder,
-                world=world,
-                **(FSDP if launch == "fsdp2" and world == 2 else {}),
-            )
+        words = f"{PAIRS} --schedule constant --base-dtype {held_in} --base-model {base} --quiet"
+        words += f" --output-dir {folder}/run --save-every 2"
+        env = FSDP if launch == "fsdp2" and world == 2 else {}
+        for more in ["--steps 3"] if world == 1 else ["--steps 2", "--steps 3 --resume"]:
+            line = f"{words} {more}".split()
+            started = shared_ranks().start(*line, cwd=folder, world=world, **env)
             assert started.wait(120) == [0] * world, started.output()
         rows[world] = [
             json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
@@ -147,8 +110,7 @@ def test_two_ranks_learn_what_one_does(held_in, launch, base, ranks, tmp_path):
     for first, second in zip(rows[1], rows[2], strict=True):
         for name in ("optim/loss", "rewards/margins", "test/loss"):
             assert (name in first) == (name in second)
-            assert second.get(name, 0.0) == pytest.approx(
-                first.get(name, 0.0), rel=0.02, abs=2e-3
-            ), name
+            expected = pytest.approx(first.get(name, 0.0), rel=0.02, abs=2e-3)
+            assert second.get(name, 0.0) == expected, name
     moved = (weights[1] - logits(load_model(str(base)).model)).abs().max()
     assert (weights[2] - weights[1]).abs().max() < 0.1 * moved

@@ -3,6 +3,7 @@ size in the memory plan.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,15 +25,8 @@ GIB = 1 << 30
 
 
 def test_a_quarter_of_what_stays_free_down_to_a_power_of_two():
-    for remaining, kept in (
-        (60 * GIB, 8 * GIB),
-        (61 * GIB, 8 * GIB),
-        (64 * GIB, 16 * GIB),
-        (0, 0),
-        (-GIB, 0),
-        (3, 0),
-        (4, 1),
-    ):
+    sizes = {60 * GIB: 8 * GIB, 61 * GIB: 8 * GIB, 64 * GIB: 16 * GIB, 0: 0, -GIB: 0, 3: 0, 4: 1}
+    for remaining, kept in sizes.items():
         assert default_kept_bytes(80 * GIB, 80 * GIB - remaining) == kept
 
 
@@ -68,9 +62,8 @@ def test_the_optimizers_state_is_left_room_before_it_exists(monkeypatch, lora):
 def test_all_ranks_take_the_least(monkeypatch):
     model = load_model("tiny:addition", seed=0).model
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    accelerator = type(
-        "Accelerator", (), {"device": torch.device("cpu"), "mixed_precision": "bf16"}
-    )()
+    accelerator = SimpleNamespace(device=torch.device("cpu"), mixed_precision="bf16")
+    arguments = model, shapes, list(shapes), accelerator, "adamw"
     monkeypatch.setattr(head_memory, "_device_memory", lambda device: 80.0 * GIB)
     monkeypatch.setattr(collectives, "world", lambda: 3)
     monkeypatch.setattr(collectives, "rank", lambda: 1)
@@ -80,11 +73,8 @@ def test_all_ranks_take_the_least(monkeypatch):
         tensors[0].copy_(torch.tensor([32 * GIB, 16 * GIB, 4 * GIB]))
 
     monkeypatch.setattr(collectives, "all_sum_", sum_)
-    assert (
-        head_memory.choose_kept_bytes(None, model, shapes, list(shapes), accelerator, "adamw")
-        == 4 * GIB
-    )
-    assert head_memory.choose_kept_bytes(7, model, shapes, list(shapes), accelerator, "adamw") == 7
+    assert head_memory.choose_kept_bytes(None, *arguments) == 4 * GIB
+    assert head_memory.choose_kept_bytes(7, *arguments) == 7
 
 
 def test_what_is_not_on_a_gpu_is_left_to_the_kernels():
@@ -114,33 +104,21 @@ def test_kept_logits_by_hand():
     batch, shape = MicroBatch(8, 1024, 8192), replace(SHAPE, vocab=150_000)
     first, scores = LaunchShape(cuda=True, bf16=True, memory=80.0 * GIB), 8192 * 150_000 * 2
     exponents = 8192 * 4 * 1172
+
+    def keep(bound: int | None = None, of=shape, **changes) -> float:
+        return saved_logits_bytes(of, replace(first, **changes), batch, bound)
+
     # The gradient of the scores is made in a single piece too.
-    assert saved_logits_bytes(shape, first, batch, None) == 2 * scores + exponents
-    assert (
-        saved_logits_bytes(shape, first, batch, 2 * scores - 1)
-        == scores + exponents
-        == estimate_saved_bytes(8192, 150_000, 2, scores)
-    )
-    assert (
-        saved_logits_bytes(shape, first, batch, scores)
-        > 0
-        == saved_logits_bytes(shape, first, batch, scores - 1)
-        == saved_logits_bytes(shape, first, batch, 0)
-    )
-    assert saved_logits_bytes(
-        shape, replace(first, bf16=False), batch, None
-    ) == estimate_saved_bytes(8192, 150_000, 4, 1 << 40)
-    assert saved_logits_bytes(shape, replace(first, cuda=False), batch, None) == 0
+    assert keep() == 2 * scores + exponents
+    assert keep(2 * scores - 1) == scores + exponents
+    assert keep(2 * scores - 1) == estimate_saved_bytes(8192, 150_000, 2, scores)
+    assert keep(scores) > 0 == keep(scores - 1) == keep(0)
+    assert keep(bf16=False) == estimate_saved_bytes(8192, 150_000, 4, 1 << 40)
+    assert keep(cuda=False) == 0
     # 16 bytes per parameter and 2 for a copy leave little memory.
     grown = replace(shape, parameters=4_500_000_000, trainable=4_500_000_000)
-    assert (
-        saved_logits_bytes(grown, first, batch, None)
-        == 0
-        < saved_logits_bytes(grown, replace(first, memory=141.0 * GIB), batch, None)
-    )
-    assert (
-        saved_logits_bytes(grown, replace(first, world=8, sharding=FSDPSharding()), batch, None) > 0
-    )
+    assert keep(of=grown) == 0 < keep(of=grown, memory=141.0 * GIB)
+    assert keep(of=grown, world=8, sharding=FSDPSharding()) > 0
 
 
 LINE = (
@@ -150,18 +128,12 @@ LINE = (
 
 
 def train_item(*words: str) -> tuple[float, LaunchShape, object]:
-    run = read_run(
-        [*LINE.split(), *words], METHODS, REPO / "recipes" / "addition.yaml", RunSettings
-    )
+    recipe = REPO / "recipes" / "addition.yaml"
+    run = read_run([*LINE.split(), *words], METHODS, recipe, RunSettings)
     launch, _ = resolve_launch(run)
-    result = compute_stage_needs(run, launch, 16, traced=False)[0]
-    return (
-        next(
-            item.train for item in result.plan.items if item.name == "logits kept for the backward"
-        ),
-        launch,
-        run,
-    )
+    (needs,) = compute_stage_needs(run, launch, 16, traced=False)
+    items = {item.name: item.train for item in needs.plan.items}
+    return items["logits kept for the backward"], launch, run
 
 
 def test_the_plan_counts_what_the_setting_keeps():

@@ -46,13 +46,10 @@ def test_what_is_read_is_what_the_architecture_is(name):
     model = tiny_model(name, **changes)
     result, (kinds, positions, experts) = describe_layers(model), KNOWN[name]
     assert (result.kinds, result.positions) == (kinds, positions)
-    assert (
-        result.experts is None
-        if experts is None
-        else (
-            (result.experts.count, result.experts.per_token, len(result.experts.blocks)) == experts
-        )
-    )
+    mixed = result.experts and (
+        result.experts.count, result.experts.per_token, len(result.experts.blocks)
+    )  # fmt: skip
+    assert mixed == experts
     assert result.has_state == any(kind not in ("full", "sliding", "chunked") for kind in kinds)
     assert result.num_kv_layers == sum(
         "full" in kind or kind in ("sliding", "chunked") for kind in kinds
@@ -72,16 +69,9 @@ def count_layers(model) -> int:
 
 def test_the_first_layers_of_every_make_stand_for_all():
     assert count_layers(tiny_model("llama", num_hidden_layers=12)) == 2
-    assert (
-        count_layers(
-            tiny_model(
-                "qwen3_next",
-                num_hidden_layers=12,
-                layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 3,
-            )
-        )
-        == 4
-    )
+    kinds = (["linear_attention"] * 3 + ["full_attention"]) * 3
+    hybrid = tiny_model("qwen3_next", num_hidden_layers=12, layer_types=kinds)
+    assert count_layers(hybrid) == 4
     # a dense layer, then experts
     assert count_layers(tiny_model("deepseek_v3", num_hidden_layers=12)) == 2
     patched = tiny_model("llama", num_hidden_layers=12)

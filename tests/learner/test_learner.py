@@ -20,7 +20,7 @@ from rl.learner.packing import choose_layout, collate, make_units, plan_micro_ba
 from rl.losses import get_loss
 from rl.models import load_model
 from rl.sampler.prompt_logprobs import PromptLogprobs
-from rl.types import AdamParams, Datum, LoraConfig, ModelInput
+from rl.types import Datum, LoraConfig, ModelInput
 
 LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo"]
 
@@ -28,14 +28,9 @@ LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo"]
 def as_loss(datums: list[Datum], loss: str) -> list[Datum]:
     if loss != "cross_entropy":
         return datums
+    fields = {"target_tokens": "target_tokens", "weights": "mask"}
     return [
-        Datum(
-            d.model_input,
-            {
-                "target_tokens": d.loss_fn_inputs["target_tokens"],
-                "weights": d.loss_fn_inputs["mask"],
-            },
-        )
+        Datum(d.model_input, {name: d.loss_fn_inputs[of] for name, of in fields.items()})
         for d in datums
     ]
 
@@ -133,12 +128,6 @@ def test_gradient_is_the_same_however_the_batch_is_cut(reference, loss, settings
     np.testing.assert_allclose(logprobs, truth[loss][1], atol=1e-5)
 
 
-def test_a_wrong_divisor_would_be_seen(reference):
-    datums, truth = reference
-    grad, _ = run(make_worker(), datums, "ppo", divisor=14.0)
-    assert compute_relative_difference(grad, truth["ppo"][0]) > 0.4
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_any_single_token_left_out_would_be_seen(reference, loss):
     """Omitting any token changes the gradient by at least a hundred times the bound, except tokens
@@ -170,37 +159,13 @@ def test_lora_gradient_is_the_same_however_cut_and_fused(layout, alpha):
 
 def test_soft_targets_with_one_target_are_cross_entropy():
     worker, datums = make_worker(), as_loss(random_datums(5), "cross_entropy")
-    soft = [
-        Datum(
-            d.model_input,
-            {
-                n: v.array[:, None].repeat(2, 1) * (1 if n == "target_tokens" else 0.5)
-                for n, v in d.loss_fn_inputs.items()
-            },
-        )
-        for d in datums
-    ]
-    hard_grad, _ = run(worker, datums, "cross_entropy")
-    hard_grad = hard_grad.clone()
+    soft = []
+    for datum in datums:
+        fields = {n: v.array[:, None].repeat(2, 1) for n, v in datum.loss_fn_inputs.items()}
+        soft.append(Datum(datum.model_input, {**fields, "weights": fields["weights"] / 2}))
+    hard_grad = run(worker, datums, "cross_entropy")[0].clone()
     soft_grad, _ = run(worker, soft, "cross_entropy")
     assert compute_relative_difference(soft_grad, hard_grad) < GRADIENT_BOUND
-
-
-def test_temperature_is_that_of_the_config():
-    worker, (datum, *_) = make_worker(), random_datums(1)
-    out, _ = call(
-        worker, "forward_backward", 0, [datum], "ppo", {"temperature": 0.7}, 1.0, False, True
-    )
-    logits = (
-        worker.learners[0].model(input_ids=torch.tensor([datum.model_input.to_ints()])).logits[0]
-        / 0.7
-    )
-    logp = torch.log_softmax(logits, -1)
-    expected = logp.gather(
-        -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
-    )[:, 0]
-    np.testing.assert_allclose(out[0]["logprobs"], expected.detach(), atol=1e-5)
-    np.testing.assert_allclose(out[0]["entropy"], -(logp.exp() * logp).sum(-1).detach(), atol=1e-5)
 
 
 def test_logprobs_over_a_large_vocabulary_are_exact_to_1e_5():
@@ -251,20 +216,13 @@ def test_collate_by_hand():
         for t in ([5, 6, 7], [8, 9])
     ]
     padded, packed = collate(datums, [[0], [1]], "padded"), collate(datums, [[0], [1]], "packed")
-    assert padded.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]] and padded.token_index.tolist() == [
-        0,
-        1,
-        2,
-        3,
-        4,
-    ]
-    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]] and packed.position_ids.tolist() == [
-        [0, 1, 2, 0, 1]
-    ]
+    assert padded.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert padded.token_index.tolist() == [0, 1, 2, 3, 4]
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
     for batch in (padded, packed):
-        assert batch.cu_seqlens.tolist() == [0, 3, 5] and batch.inputs[
-            "target_tokens"
-        ].tolist() == [5, 6, 7, 8, 9]
+        assert batch.cu_seqlens.tolist() == [0, 3, 5]
+        assert batch.inputs["target_tokens"].tolist() == [5, 6, 7, 8, 9]
 
 
 def test_shared_prompts_by_hand():
@@ -275,10 +233,8 @@ def test_shared_prompts_by_hand():
         for t, m in zip(answers, masks, strict=True)
     ]
     together = make_units(datums, "shared", 100)
-    assert together == [[0, 1], [2]] and [unit_cost(datums, unit) for unit in together] == [
-        2 + 1 + 2,
-        1,
-    ]
+    assert together == [[0, 1], [2]]
+    assert [unit_cost(datums, unit) for unit in together] == [2 + 1 + 2, 1]
     batch = collate(datums, together, "shared")
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9], [4, 0, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 2, 3], [0, 0, 0, 0, 0]]
@@ -302,12 +258,7 @@ def test_a_unit_does_not_outgrow_the_budget():
     ]
     assert make_units(datums, "shared", 6) == [[0, 1], [2, 3]] and make_units(
         datums, "shared", 3
-    ) == [
-        [0],
-        [1],
-        [2],
-        [3],
-    ]
+    ) == [[0], [1], [2], [3]]
 
 
 def test_the_layout_is_chosen_by_the_work_it_makes():
@@ -323,46 +274,6 @@ def test_the_layout_is_chosen_by_the_work_it_makes():
     assert choose_layout(group(500, 100), 10**6, 1024) == "shared"
     # Long answers compute masked scores against each other.
     assert choose_layout(group(20, 2000), 10**6, 1024) == "padded"
-
-
-def test_a_sliding_window_is_not_given_a_mask_of_its_own(tmp_path):
-    from sampler_models import tiny_model
-
-    tiny_model("mistral", sliding_window=4).save_pretrained(tmp_path / "m")
-    learner = make_worker(str(tmp_path / "m")).learners[0]
-    assert learner.layouts == {"padded"} and all(
-        batch.attention_mask is None
-        for share in learner.split_batch(random_datums(8))
-        for batch in learner.planner.make_micro_batches(share)
-    )
-    with pytest.raises(ValueError, match="layout shared is not exact.*MistralForCausalLM"):
-        make_worker(str(tmp_path / "m"), layout="shared")
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_shared_prompts_on_other_architectures(name):
-    from sampler_models import tiny_model
-
-    model = tiny_model(name)
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 8, 6).tolist()
-    datums = []
-    for n in (3, 1, 5):
-        tokens = prompt + rng.integers(0, 8, n).tolist()
-        mask = np.concatenate([np.zeros(5), np.ones(n + 1)])
-        datums.append(Datum(ModelInput.from_ints(tokens), {"target_tokens": tokens, "mask": mask}))
-    batch = collate(datums, make_units(datums, "shared", 100), "shared")
-    out = model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=batch.attention_mask,
-        use_cache=False,
-    )
-    got = out.logits.flatten(0, 1)[batch.token_index]
-    expected = torch.cat(
-        [model(input_ids=torch.tensor([d.model_input.to_ints()])).logits[0] for d in datums]
-    )
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_stands_in_the_padding_is_not_read():
@@ -387,27 +298,11 @@ def weights(worker) -> torch.Tensor:
     )
 
 
-def test_step_against_a_hand_written_adamw_with_clipping():
-    worker, datums = make_worker(), random_datums(8)
-    before = weights(worker).double()
-    grad = run(worker, datums, "ppo")[0].double()
-    metrics = worker.optim_step(0, AdamParams(0.01, 0.8, 0.9, 1e-6, 0.1, grad_clip_norm=0.5))
-    assert metrics["grad_norm"] == pytest.approx(grad.norm().item(), rel=1e-6) and grad.norm() > 0.5
-    grad = grad * 0.5 / grad.norm()
-    m, v = 0.2 * grad, 0.1 * grad**2
-    expected = before * (1 - 0.01 * 0.1) - 0.01 * (m / 0.2) / ((v / 0.1).sqrt() + 1e-6)
-    # AdamW's first step is lr * sign(g) where |g| >> eps; where |g| is near eps, fp32 rounding of g
-    # is visible.
-    torch.testing.assert_close(weights(worker).double(), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_a_step_on_nothing_and_on_infinity_changes_nothing():
     worker = make_worker()
     before = weights(worker)
-    assert call(worker, "forward_backward", 0, [], "ppo", {}, 1.0, True) == (
-        [],
-        {"loss:sum": 0.0, "temperature:mean": 1.0},
-    )
+    outputs, metrics = call(worker, "forward_backward", 0, [], "ppo", {}, 1.0, True)
+    assert outputs == [] and metrics == {"loss:sum": 0.0, "temperature:mean": 1.0}
     assert worker.optim_step(0, ADAM)["skipped"] == 1.0
     run(worker, random_datums(3), "ppo")
     next(iter(worker.learners[0].trainable.values())).grad[0] = float("inf")
@@ -437,15 +332,8 @@ def test_decode_cost_is_not_changed_by_gradient_checkpointing():
     for checkpointing in (False, True):
         worker = make_worker(gradient_checkpointing=checkpointing)
         worker.snapshot(0, 1)
-        _, counters = call(
-            worker,
-            "sample",
-            1,
-            [
-                SamplingRequest(
-                    prompt=[3, 4], num_samples=2, params=SamplingParams(max_tokens=20, stop=[])
-                )
-            ],
-        )
+        params = SamplingParams(max_tokens=20, stop=[])
+        request = SamplingRequest(prompt=[3, 4], num_samples=2, params=params)
+        _, counters = call(worker, "sample", 1, [request])
         fed.append(counters["fed_tokens"])
     assert fed == [2 * 19, 2 * 19]  # one token per row and step: nothing is recomputed

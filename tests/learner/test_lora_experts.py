@@ -8,10 +8,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from helpers import gather_targets
 from test_architectures import (  # noqa: F401  (a fixture)
+    SHORT_PAIRS,
     make_datums,
     make_fake_accelerator,
     make_learner,
+    make_params,
     one_thread,
     run_learner,
 )
@@ -37,20 +40,7 @@ STACKED = (
 ).split()
 QUICK = ("mixtral", "gpt_oss", "deepseek_v3")
 # Models that go through to the sampler and back.
-THROUGH = (
-    "mixtral",
-    "qwen3_moe",
-    "gpt_oss",
-    "deepseek_v3",
-    "glm4_moe",
-    "qwen3_next",
-    "llama4_text",
-    "jetmoe",
-)
-
-
-def make_params(names, quick=QUICK):
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+THROUGH = "mixtral qwen3_moe gpt_oss deepseek_v3 glm4_moe qwen3_next llama4_text jetmoe".split()
 
 
 def base_of(name: str, **changes):
@@ -59,19 +49,12 @@ def base_of(name: str, **changes):
 
 def make_adapted_model(base, moved: bool = True, **parts):
     """Return a copy of the model with an adapter that has a nonzero B."""
-    requests = {
-        "train_mlp": False,
-        "train_attn": False,
-        "train_unembed": False,
-        "train_experts": True,
-        **parts,
-    }
+    requests = {**dict.fromkeys(("train_mlp", "train_attn", "train_unembed"), False), **parts}
+    lora = LoraConfig(RANK, 0, alpha=ALPHA, train_experts=True, **requests)
+    loaded = model_loading.LoadedModel(copy.deepcopy(base), None, "tiny", ())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = add_lora(
-            model_loading.LoadedModel(copy.deepcopy(base), None, "tiny", ()),
-            LoraConfig(RANK, 0, alpha=ALPHA, **requests),
-        ).model
+        model = add_lora(loaded, lora).model
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -139,9 +122,7 @@ def reference(base, model, data):
     for datum in data:
         ids = torch.tensor([datum.model_input.to_ints()])
         logits = functional_call(wide, made, (), {"input_ids": ids, "use_cache": False}).logits[0]
-        logp = logits.log_softmax(-1).gather(
-            -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
-        )[:, 0]
+        logp = gather_targets(logits.log_softmax(-1), datum)
         total = total - (logp * torch.from_numpy(datum.loss_fn_inputs["weights"].array)).sum()
         logprobs.append(logp.detach().numpy())
     total.backward()
@@ -158,7 +139,7 @@ def forward(model, rows: int = 2, length: int = 12):
     return model(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.parametrize("name", make_params(STACKED))
+@pytest.mark.parametrize("name", make_params(STACKED, QUICK))
 def test_every_stack_of_experts_has_an_adapter_that_is_seen_and_merges(name):
     base = base_of(name)
     model = make_adapted_model(base)
@@ -189,7 +170,7 @@ def test_every_stack_of_experts_has_an_adapter_that_is_seen_and_merges(name):
 def test_the_learner_has_the_gradient_of_float64(name, layout):
     """The reference has weights that are put together by hand from A and B."""
     base = base_of(name)
-    model, data = make_adapted_model(base), make_datums(((9, (7, 5)), (4, (3, 12))))
+    model, data = make_adapted_model(base), make_datums(SHORT_PAIRS)
     logprobs, gradient = reference(base, model, data)
     learner = make_learner(model, layout=layout)
     np.testing.assert_allclose(run_learner(learner, data), logprobs, atol=1e-4)
@@ -223,30 +204,21 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
     def made():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return Learner(
-                add_lora(load_model(spec.base_model), spec.lora),
-                make_fake_accelerator(),
-                LearnerSettings(token_budget=300),
-            )
+            loaded = add_lora(load_model(spec.base_model), spec.lora)
+        return Learner(loaded, make_fake_accelerator(), LearnerSettings(token_budget=300))
 
     def updates(learner, steps):
         for step in steps:
-            run_learner(learner, make_datums(((9, (7, 5)), (4, (3, 12))), seed=step))
+            run_learner(learner, make_datums(SHORT_PAIRS, seed=step))
             learner.step(AdamParams(learning_rate=0.05))
 
-    learner = made()
+    learner, metadata = made(), learner_checkpoint.SaveMetadata({})
     updates(learner, range(2))
-    learner_checkpoint.save_learner_state(
-        learner,
-        spec,
-        tmp_path / "state",
-        [torch.get_rng_state()],
-        learner_checkpoint.SaveMetadata({}),
-        None,
-    )
+    states = [torch.get_rng_state()]
+    learner_checkpoint.save_learner_state(learner, spec, tmp_path / "state", states, metadata, None)
     updates(learner, range(2, 4))
     learner_checkpoint.save_sampler_weights(
-        learner, spec, tmp_path / "adapter", False, None, False, learner_checkpoint.SaveMetadata({})
+        learner, spec, tmp_path / "adapter", False, None, False, metadata
     )
 
     other = made()
@@ -255,9 +227,8 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
     for key, parameter in learner.trainable.items():
         assert torch.equal(parameter, other.trainable[key]), key  # same bits
 
-    plain = model_loading._disable_randomness(
-        type(base_of(name)).from_pretrained(str(tmp_path / "base"))
-    )
+    plain = type(base_of(name)).from_pretrained(str(tmp_path / "base"))
+    plain = model_loading._disable_randomness(plain)
     with torch.no_grad():
         before = forward(plain)
         reread = PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
@@ -268,34 +239,21 @@ def test_it_is_sampled_with_saved_read_by_plain_peft_and_gone_on_with(name, tmp_
     decoder.load_(learner.iter_weights())
     engine = Engine(decoder, eos_token_ids=(2,), max_rows=3)
     prompts = [[5, 9, 4, 7, 11], [6, 3]]
+    params = SamplingParams(max_tokens=8, temperature=0.7)
     for i, prompt in enumerate(prompts):
-        engine.add(
-            SamplingRequest(
-                prompt=prompt,
-                num_samples=3,
-                params=SamplingParams(max_tokens=8, temperature=0.7),
-                problem=i,
-            )
-        )
-    answers = [
-        (p, sequence)
-        for p, response in zip(prompts, engine.run(), strict=True)
-        for sequence in response.sequences
-    ]
-    whole = [[*p, *s.tokens] for p, s in answers]
-    scored = [
-        Datum(
-            ModelInput.from_ints(t[:-1]), {"target_tokens": t[1:], "weights": [1.0] * (len(t) - 1)}
-        )
-        for t in whole
-    ]
-    outputs, _ = learner.run(
-        scored, get_loss("cross_entropy"), {}, temperature=0.7, divisor=1.0, backward=False
-    )
-    for i, (p, sequence) in enumerate(answers):
-        np.testing.assert_allclose(
-            outputs[i]["logprobs"][len(p) - 1 :], sequence.logprobs, atol=1e-4
-        )
+        engine.add(SamplingRequest(prompt=prompt, num_samples=3, params=params, problem=i))
+    sequences, scored = [], []
+    for prompt, response in zip(prompts, engine.run(), strict=True):
+        for sequence in response.sequences:
+            tokens = [*prompt, *sequence.tokens]
+            fields = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
+            scored.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
+            sequences.append(sequence)
+    options = {"temperature": 0.7, "divisor": 1.0, "backward": False}
+    outputs, _ = learner.run(scored, get_loss("cross_entropy"), {}, **options)
+    for i, sequence in enumerate(sequences):
+        logprobs = outputs[i]["logprobs"][-len(sequence.tokens) :]
+        np.testing.assert_allclose(logprobs, sequence.logprobs, atol=1e-4)
 
 
 # --------------------------------------------------------------------------------- errors and notes
@@ -326,13 +284,13 @@ def test_experts_that_are_linear_layers_are_left_to_train_mlp():
 def test_the_share_without_an_adapter_is_that_of_the_routers():
     base = base_of("qwen3_moe")
     sizes = {n: p.numel() for n, p in base.named_parameters()}
-    routers = sum(size for n, size in sizes.items() if n.endswith("mlp.gate.weight")) / sum(
-        sizes.values()
+    routers = sum(size for n, size in sizes.items() if n.endswith("mlp.gate.weight"))
+    routers /= sum(sizes.values())
+    loaded, other = (
+        model_loading.LoadedModel(model, None, "tiny", ()) for model in (base, copy.deepcopy(base))
     )
-    loaded = model_loading.LoadedModel(base, None, "tiny", ())
     with pytest.warns(UserWarning, match="--train-experts adds adapters to them"):
-        add_lora(model_loading.LoadedModel(copy.deepcopy(base), None, "tiny", ()), LoraConfig(RANK))
+        add_lora(other, LoraConfig(RANK))
     assert routers < 0.02
-    assert add_lora(loaded, LoraConfig(RANK, train_experts=True)).unadapted_share == pytest.approx(
-        routers
-    )
+    share = add_lora(loaded, LoraConfig(RANK, train_experts=True)).unadapted_share
+    assert share == pytest.approx(routers)

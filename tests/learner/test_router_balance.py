@@ -7,8 +7,15 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from test_architectures import gradient_error, make_datums, make_learner, one_thread  # noqa: F401  (a fixture)
-from test_lora_experts import STACKED, make_params
+from test_architectures import (  # noqa: F401  (a fixture)
+    SHORT_PAIRS,
+    gradient_error,
+    make_datums,
+    make_learner,
+    make_params,
+    one_thread,
+)
+from test_lora_experts import STACKED
 from tiny_models import tiny_model
 
 from rl.errors import UserError
@@ -36,13 +43,9 @@ def with_mask(data):
     """Return the datums with a mask, for a loss of pairs."""
     results = []
     for datum in data:
-        mask = (datum.loss_fn_inputs["weights"].array > 0).astype(np.float32)
-        results.append(
-            Datum(
-                datum.model_input,
-                {"target_tokens": datum.loss_fn_inputs["target_tokens"], "mask": mask},
-            )
-        )
+        fields = dict(datum.loss_fn_inputs)
+        fields["mask"] = (fields.pop("weights").array > 0).astype(np.float32)
+        results.append(Datum(datum.model_input, fields))
     return results
 
 
@@ -78,7 +81,7 @@ def gradients(learner, data, loss):
 @pytest.mark.parametrize("loss", ["cross_entropy", "simpo"])
 @pytest.mark.parametrize("name", make_params(OWN, ("mixtral",)))
 def test_the_value_and_its_gradient_are_those_of_transformers(name, loss):
-    model, data = model_of(name), make_datums(((9, (7, 5)), (4, (3, 12))))
+    model, data = model_of(name), make_datums(SHORT_PAIRS)
     data = data if loss == "cross_entropy" else with_mask(data)
     units = (
         2.0
@@ -124,17 +127,15 @@ def test_by_hand():
     half choose each. Tokens that do not count change nothing.
     """
     far = torch.tensor([[50.0, -50.0], [50.0, -50.0], [-50.0, 50.0]])
-    assert float(
-        compute_router_aux_loss([far], 1, torch.tensor([True, True, False]))
-    ) == pytest.approx(2.0)
-    assert float(
-        compute_router_aux_loss([far], 1, torch.tensor([True, False, True]))
-    ) == pytest.approx(1.0)
+
+    def compute(layers, *counted):
+        return float(compute_router_aux_loss(layers, 1, torch.tensor(counted)))
+
+    assert compute([far], True, True, False) == pytest.approx(2.0)
+    assert compute([far], True, False, True) == pytest.approx(1.0)
     # The loss is over all layers.
-    assert float(
-        compute_router_aux_loss([far, far.flip(1)], 1, torch.tensor([True, True, False]))
-    ) == pytest.approx(1.0)
-    assert float(compute_router_aux_loss([far], 1, torch.tensor([False] * 3))) == 0.0
+    assert compute([far, far.flip(1)], True, True, False) == pytest.approx(1.0)
+    assert compute([far], False, False, False) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers import make_worker
+from rank_server import make_launch_command
 from sampler_population import build
 from test_distributed import run_launch
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -182,16 +182,10 @@ def peaks_of(config: str, model: str, out: Path) -> list[int]:
     start.
     """
     out.mkdir()
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
-    command += ["--config_file", str(REPO / f"accelerate_configs/{config}.yaml")]
-    command += ["--main_process_port", "0"]
-    command += [str(REPO / "tests" / "sharded_loading_case.py"), model, str(out), "made"]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_ARENA_MAX": "1",
-    }
+    script = REPO / "tests" / "sharded_loading_case.py"
+    command = make_launch_command(config, script, model, out, "made")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(command, cwd=out, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(f.read_text())["peak"] for f in sorted(out.glob("rank-*.json"))]

@@ -89,13 +89,8 @@ def test_the_plan_says_what_a_tied_head_in_an_adapter_costs(capsys):
     from rl.trainer.memory_report import report_memory
 
     for words, expected in ((" --train-unembed", True), ("", False)):
-        run = parse_run(
-            [*f"{SFT} tiny:addition --plan --plan-prompt-tokens 8{words}".split()],
-            METHODS,
-            RECIPE,
-            options=RunSettings,
-        )
-        report_memory(run)
+        line = f"{SFT} tiny:addition --plan --plan-prompt-tokens 8{words}".split()
+        report_memory(parse_run(line, METHODS, RECIPE, options=RunSettings))
         assert ("vLLM cannot serve this adapter" in capsys.readouterr().out) == expected
 
 

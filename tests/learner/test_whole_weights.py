@@ -13,6 +13,8 @@ import pytest
 import torch
 from helpers import ADAM, call, make_worker, random_datums
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_config, tiny_model
+from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, LlamaModel
 
 from rl.client import ServiceClient
 from rl.distributed import checkpoint_folder
@@ -21,69 +23,14 @@ from rl.models import load_model
 from rl.runtime.training_worker import ModelSpec
 from rl.types import LoraConfig, ModelInput
 
-
-def make_tiny_model(kind: str):
-    """Return a causal model of transformers with random weights: every family with different names
-    or ties.
-    """
-    import transformers as t
-
-    small = {
-        "vocab_size": 24,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
-    heads = {"num_key_value_heads": 1}
-    build = {
-        "llama": lambda: t.LlamaForCausalLM(
-            t.LlamaConfig(**small, **heads, tie_word_embeddings=False)
-        ),
-        "llama tied": lambda: t.LlamaForCausalLM(
-            t.LlamaConfig(**small, **heads, tie_word_embeddings=True)
-        ),
-        "qwen3": lambda: t.Qwen3ForCausalLM(
-            t.Qwen3Config(**small, **heads, head_dim=8, tie_word_embeddings=True)
-        ),
-        "qwen2": lambda: t.Qwen2ForCausalLM(
-            t.Qwen2Config(**small, **heads, tie_word_embeddings=False)
-        ),
-        "mistral": lambda: t.MistralForCausalLM(t.MistralConfig(**small, **heads)),
-        "gemma2": lambda: t.Gemma2ForCausalLM(t.Gemma2Config(**small, **heads, head_dim=8)),
-        "gpt2": lambda: t.GPT2LMHeadModel(
-            t.GPT2Config(vocab_size=24, n_embd=16, n_layer=2, n_head=2, n_positions=32)
-        ),
-        "gpt_neox": lambda: t.GPTNeoXForCausalLM(t.GPTNeoXConfig(**small)),
-        "phi": lambda: t.PhiForCausalLM(t.PhiConfig(**small)),
-        "opt": lambda: t.OPTForCausalLM(
-            t.OPTConfig(
-                vocab_size=24,
-                hidden_size=16,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                ffn_dim=32,
-                word_embed_proj_dim=16,
-                max_position_embeddings=32,
-            )
-        ),
-    }
-    torch.manual_seed(0)
-    return build[kind]()
+# Families with different names of tensors, and models whose head is or is not the embedding.
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+KINDS = {"llama": UNTIED, "llama tied": TIED, "qwen3": TIED, "qwen2": UNTIED}
+KINDS |= dict.fromkeys(("mistral", "gemma2", "gpt2", "gpt_neox", "phi", "opt"), {})
 
 
-KINDS = (
-    "llama",
-    "llama tied",
-    "qwen3",
-    "qwen2",
-    "mistral",
-    "gemma2",
-    "gpt2",
-    "gpt_neox",
-    "phi",
-    "opt",
-)
+def make_model(kind: str):
+    return tiny_model(kind.split()[0], **KINDS[kind])
 
 
 def damage(folder: Path, change, file: str = "model.safetensors") -> None:
@@ -93,7 +40,7 @@ def damage(folder: Path, change, file: str = "model.safetensors") -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_lacks_tensors_is_refused_by_name(kind, tmp_path):
-    make_tiny_model(kind).save_pretrained(tmp_path)
+    make_model(kind).save_pretrained(tmp_path)
     whole = load_file(str(tmp_path / "model.safetensors"))
     # The complete model loads, with any ties and buffers.
     loaded = load_model(str(tmp_path)).model.state_dict()
@@ -102,11 +49,9 @@ def test_a_model_that_lacks_tensors_is_refused_by_name(kind, tmp_path):
     )
     names, rng = sorted(whole), random.Random(kind)
     first = rng.choice(names)
-    prefix = rng.sample(names, len(names) // 2)
-    for lost in ([first], prefix, names[:-1]):
-        damage(
-            tmp_path, lambda tensors, lost=lost: {k: v for k, v in whole.items() if k not in lost}
-        )
+    for lost in ([first], rng.sample(names, len(names) // 2), names[:-1]):
+        kept = {name: tensor for name, tensor in whole.items() if name not in lost}
+        damage(tmp_path, lambda tensors, kept=kept: kept)
         with pytest.raises(UserError, match=r"it lacks \d+ tensor") as error:
             load_model(str(tmp_path))
         counted = int(re.search(r"it lacks (\d+)", str(error.value))[1])
@@ -117,16 +62,13 @@ def test_a_model_that_lacks_tensors_is_refused_by_name(kind, tmp_path):
     with pytest.raises(UserError, match=r"it lacks \d+ tensors .*; it has \d+ tensors \(x\."):
         load_model(str(tmp_path))
     damage(tmp_path, lambda tensors: {**whole, "score.weight": torch.zeros(2, 16)})
-    with pytest.raises(
-        UserError, match=r"it has 1 tensor \(score.weight\), which would be ignored"
-    ):
+    with pytest.raises(UserError, match=r"has 1 tensor \(score.weight\), which would be ignored"):
         load_model(str(tmp_path))
     damage(tmp_path, lambda tensors: {**whole, first: torch.zeros(3)})
     with pytest.raises(UserError, match="do not fit its config"):
         load_model(str(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes(
-        (tmp_path / "model.safetensors").read_bytes()[:-100]
-    )
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match="damaged or truncated"):
         load_model(str(tmp_path))
 
@@ -135,37 +77,26 @@ def test_a_classifier_is_no_language_model(tmp_path):
     """The error names what is missing, the language model's head, and what would be dropped, the
     classifier's head.
     """
-    import transformers as t
-
-    small = {
-        "vocab_size": 24,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
     for tied in (False, True):
-        config = t.LlamaConfig(**small, tie_word_embeddings=tied, pad_token_id=0)
-        t.LlamaForSequenceClassification(config).save_pretrained(tmp_path / str(tied))
+        config = tiny_config("llama", tie_word_embeddings=tied, pad_token_id=0)
+        LlamaForSequenceClassification(config).save_pretrained(tmp_path / str(tied))
         with pytest.raises(UserError, match="score.weight") as error:
             load_model(str(tmp_path / str(tied)))
         assert ("lm_head.weight" in str(error.value)) != tied
-    t.LlamaModel(t.LlamaConfig(**small, tie_word_embeddings=False)).save_pretrained(
-        tmp_path / "trunk"
-    )
+    LlamaModel(tiny_config("llama", **UNTIED)).save_pretrained(tmp_path / "trunk")
     with pytest.raises(UserError, match="lm_head.weight"):
         load_model(str(tmp_path / "trunk"))
 
 
 def test_buffers_that_old_versions_wrote_are_not_missed(tmp_path):
-    make_tiny_model("gpt2").save_pretrained(tmp_path)
+    make_model("gpt2").save_pretrained(tmp_path)
     buffers = {
         "transformer.h.0.attn.bias": torch.ones(1, 1, 32, 32),
         "transformer.h.1.attn.masked_bias": torch.zeros(1),
     }
     damage(tmp_path, lambda t: {**t, **buffers})
     load_model(str(tmp_path))
-    make_tiny_model("llama").save_pretrained(tmp_path / "llama")
+    make_model("llama").save_pretrained(tmp_path / "llama")
     damage(
         tmp_path / "llama",
         lambda t: {**t, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)},
@@ -221,11 +152,7 @@ def test_forged_checkpoints_are_refused_by_name_wherever_they_are_read(mode, tmp
     worker = save_training_state(tmp_path, mode)
     spec = ModelSpec("tiny:addition", seed=1, **HOW[mode])
     weights = "model/adapter_model.safetensors" if "lora" in mode else "model/model.safetensors"
-    files = {
-        weights: "weights",
-        "optimizer.safetensors": "optimizer",
-        **({"value_head.safetensors": "head"} if "head" in mode else {}),
-    }
+    files = [weights, "optimizer.safetensors", *["value_head.safetensors"] * ("head" in mode)]
     state = tmp_path / "state"
     worker.create_model(1, spec, str(state), True)  # loads when unchanged
     for file in files:
@@ -239,16 +166,13 @@ def test_forged_checkpoints_are_refused_by_name_wherever_they_are_read(mode, tmp
             assert str(tmp_path) in str(error.value), name
             (state / file).write_bytes(whole)
         forge(state, file, lambda t: t)
-    sampled = (
-        weights if mode == "head" or mode == "lora and head" else weights.removeprefix("model/")
-    )
-    for name, change in FORGERIES.items():
+    sampled = weights if "head" in mode else weights.removeprefix("model/")
+    for change in FORGERIES.values():
         whole = (tmp_path / "weights" / sampled).read_bytes()
         forge(tmp_path / "weights", sampled, change)
         with pytest.raises(UserError, match=r"lacks \d|would be ignored|do not fit"):
             worker.load_sampler(1, str(tmp_path / "weights"), None)
         (tmp_path / "weights" / sampled).write_bytes(whole)
-        assert name
     forge(tmp_path / "weights", sampled, lambda t: t)
     worker.load_sampler(1, str(tmp_path / "weights"), None)
 
@@ -284,8 +208,8 @@ def test_weights_may_be_read_by_whom_the_umask_lets(umask, tmp_path):
         os.umask(before)
     expected = stat.S_IMODE(plain.stat().st_mode)
     assert expected == 0o666 & ~umask
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) > 12 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {expected}
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(modes) > 12 and set(modes) == {expected}
 
 
 # ------------------------------------------------------------------------------- reproducible bytes
@@ -304,20 +228,14 @@ def test_a_model_with_tied_weights_is_written_with_the_same_bytes_every_time(kin
     """The entries of a header's metadata are in the order of a hash map, which differs between
     writes if several exist.
     """
-    from transformers import AutoModelForCausalLM
-
-    make_tiny_model(kind).save_pretrained(tmp_path / "base")
+    make_model(kind).save_pretrained(tmp_path / "base")
     with ServiceClient(output_dir=tmp_path / "out") as service:
         client = service.create_full_training_client(str(tmp_path / "base"))
-        written = [
-            bytes_of(Path(client.save_weights_for_sampler(f"w{i}").result().path)) for i in range(4)
-        ]
+        saved = [client.save_weights_for_sampler(f"w{i}").result() for i in range(4)]
+        written = [bytes_of(Path(weights.path)) for weights in saved]
         ids = [1, 2, 3, 4]
-        expected = (
-            client.save_weights_and_get_sampling_client()
-            .compute_logprobs(ModelInput.from_ints(ids))
-            .result()[1:]
-        )
+        sampler = client.save_weights_and_get_sampling_client()
+        expected = sampler.compute_logprobs(ModelInput.from_ints(ids)).result()[1:]
     raw = written[0]["model.safetensors"]
     assert all(again["model.safetensors"] == raw for again in written)
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
@@ -327,18 +245,13 @@ def test_a_model_with_tied_weights_is_written_with_the_same_bytes_every_time(kin
     assert head is again.get_input_embeddings().weight
     assert sum(list(entry["shape"]) == list(head.shape) for entry in header.values()) == 1
     logprobs = again(torch.tensor([ids])).logits[0].log_softmax(-1).detach()
-    assert expected == pytest.approx(
-        [float(logprobs[i, token]) for i, token in enumerate(ids[1:])], abs=1e-5
-    )
+    ours = [float(logprobs[i, token]) for i, token in enumerate(ids[1:])]
+    assert expected == pytest.approx(ours, abs=1e-5)
 
 
 def test_an_adapters_config_lists_its_modules_in_one_order(tmp_path):
     with ServiceClient(output_dir=tmp_path / "out") as service:
-        folder = Path(
-            service.create_lora_training_client("tiny:addition", 2, 0)
-            .save_weights_for_sampler("adapter")
-            .result()
-            .path
-        )
-    modules = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+        client = service.create_lora_training_client("tiny:addition", 2, 0)
+        folder = client.save_weights_for_sampler("adapter").result().path
+    modules = json.loads(Path(folder, "adapter_config.json").read_text())["target_modules"]
     assert modules == sorted(modules) and len(modules) > 3

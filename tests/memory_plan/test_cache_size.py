@@ -50,8 +50,11 @@ def test_the_size_is_the_one_that_the_rule_names_for_any_memory():
     sizes = {1 << i: sums_of(1 << i, prompt) for i in range(11, 23)}
     longest, most = prompt + 1024, 2048 * (prompt + 1024)
     rng, seen, before = np.random.default_rng(0), set(), 0
-    edges = [sum_ / share for pair in sizes.values() for sum_ in pair for share in (0.8, 0.92)]
-    for memory in sorted([*rng.uniform(min(edges) * 0.9, max(edges) * 1.1, 40), *edges]):
+    shares = (USABLE_FRACTION, 0.8)  # of a size at most the default, and of a larger one
+    edges = [
+        sum_ / share for pair in sizes.values() for sum_, share in zip(pair, shares, strict=True)
+    ]
+    for memory in sorted([*rng.uniform(min(edges) * 0.9, max(edges) * 1.1, 12), *edges]):
         large = [n for n, (_, peak) in sizes.items() if n > DEFAULT and peak <= 0.8 * memory]
         small = [
             n
@@ -81,9 +84,8 @@ def test_a_size_that_is_set_and_a_cpu_keep_theirs():
 
 def test_rows_that_batches_do_not_fill_do_not_enlarge_it():
     assert fit_cache_tokens(1e13, "--max-rows", "64") == DEFAULT
-    assert (
-        fit_cache_tokens(1e13, "--max-rows", "256") == 2 * DEFAULT
-    )  # 256 x (512 + 1024) = 393,216
+    # 256 x (512 + 1024) = 393,216
+    assert fit_cache_tokens(1e13, "--max-rows", "256") == 2 * DEFAULT
 
 
 def test_a_service_samples_the_same_in_a_cache_of_another_size(tmp_path):

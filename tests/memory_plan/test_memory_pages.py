@@ -8,15 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sampler_models import multistep_engine, one_thread, paged_engine, random_prompts, tiny_model  # noqa: F401
+from test_memory_plan import SHAPE
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, read_run
-from rl.memory_plan import (
-    LaunchShape,
-    compute_concurrent_rows,
-    count_pool_pages,
-    shapes,
-)
+from rl.memory_plan import LaunchShape, compute_concurrent_rows, count_pool_pages, shapes
 from rl.memory_plan.shapes import count_admitted_rows
 from rl.models import load_model
 from rl.sampler import (
@@ -121,18 +117,7 @@ def test_rows_let_in_by_hand():
     """
     assert [
         count_admitted_rows(pages, 2, 3, 1) for pages in (1, 2, 3, 4, 5, 10, 12, 13, 14, 15)
-    ] == [
-        1,
-        1,
-        1,
-        2,
-        3,
-        6,
-        6,
-        7,
-        8,
-        9,
-    ]
+    ] == [1, 1, 1, 2, 3, 6, 6, 7, 8, 9]
 
 
 def test_requests_never_hold_more_pages_than_were_counted_for_them():
@@ -171,14 +156,8 @@ def test_pages_of_requests_by_hand():
     assert max_blocks([(10, 3, 6)], 4, 2) == 2 + 2 * 2 + 3
     assert max_blocks([(10, 3, 6), (3, 1, 1)], 4, 8) == 2 + 3 * 2 + 1 + 3
     assert max_blocks([], 4, 8) == 1
-    assert [choose_pool_size(100, need) for need in (None, 1, 5, 64, 65, 1000)] == [
-        100,
-        1,
-        5,
-        64,
-        72,
-        100,
-    ]
+    sizes = [choose_pool_size(100, need) for need in (None, 1, 5, 64, 65, 1000)]
+    assert sizes == [100, 1, 5, 64, 72, 100]
 
 
 @pytest.mark.parametrize("tokens", [256, 1000, 5000])
@@ -210,25 +189,7 @@ def test_a_larger_call_has_a_larger_pool_up_to_the_budget():
 def test_where_the_engine_keeps_no_pages_none_are_counted():
     """The choice is that of `make_engine` and `engine_of`."""
     stage = read_config("--base-model", "tiny:addition").stages[0].settings
-    shape = shapes.ModelShape(
-        name="x",
-        parameters=1,
-        trainable=1,
-        adapters=0,
-        small=0,
-        largest=1,
-        layers=1,
-        hidden=4,
-        heads=1,
-        key_heads=1,
-        head_width=4,
-        mlp=4,
-        vocab=8,
-        max_context=None,
-        fast=True,
-        windowed=False,
-    )
-    sampling, model = stage.sampling, stage.model
+    sampling, model, shape = stage.sampling, stage.model, replace(SHAPE, layers=1)
     assert _uses_paged_cache(sampling, model, shape, GPU, 1)
     assert not _uses_paged_cache(sampling, model, shape, HERE, 1)
     assert not _uses_paged_cache(replace(sampling, sampler_cache="plain"), model, shape, GPU, 1)

@@ -1,18 +1,14 @@
 """Test the memory plan against what processes really hold, and against sizes computed by hand."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from rank_server import SHARDED, Ranks, run_script
-from test_distributed import run_launch
+from rank_server import run_script
+from test_distributed import run_launch, start_launch
 from transformers import AutoConfig
 
 from bench import scaling
@@ -109,9 +105,7 @@ def predict_memory(folder: str, s: dict, sharding: Sharding) -> MemoryPlan:
     )
     assert batch.rows * length == s["budget"]
     options = ComputeConfig(
-        fused=s["fused"],
-        checkpointing=s["checkpointing"],
-        keeps_gradients=sharding.keeps_gradients,
+        fused=s["fused"], checkpointing=s["checkpointing"], keeps_gradients=sharding.keeps_gradients
     )
     work = StepWork(batch=batch, samples=True, prompts=s["groups"] // s["world"], prompt=s["prompt"],
                 rows=s["groups"] * s["group"] // s["world"], answer=s["answer"])  # fmt: skip
@@ -121,24 +115,9 @@ def predict_memory(folder: str, s: dict, sharding: Sharding) -> MemoryPlan:
     return plan_memory(skeleton.shape, skeleton.measure_micro_batch(batch, options), launch, work)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Start a server with forks that return freed memory at once, so that it is not part of a later
-    peak. glibc keeps freed blocks below a threshold that it moves up to 32 MiB; a fixed threshold
-    of 64 KiB switches that off. There is one arena, because each thread's arena would keep its
-    freed blocks.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-        patch.setenv("MALLOC_ARENA_MAX", "1")
-        server = Ranks(*SHARDED)
-    yield server
-    server.close()
-
-
-def measure_memory(folder: str, s: dict, out: Path, config: str | None, ranks: Ranks) -> list[int]:
+def measure_memory(folder: str, s: dict, out: Path, config: str | None) -> list[int]:
     """Return the bytes of each rank."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     out.mkdir()
@@ -148,7 +127,7 @@ def measure_memory(folder: str, s: dict, out: Path, config: str | None, ranks: R
     if config == "zero3":
         options = ["--deepspeed_config_file", str(REPO / "ds_configs" / "zero3.json")]
     run_launch(
-        config, out, out, settings, processes=s["world"], options=options, ranks=ranks,
+        config, out, out, settings, processes=s["world"], options=options,
         script="tests/memory_plan/memory_peak.py",
     )  # fmt: skip
     return [json.loads((out / f"peak-{rank}.json").read_text()) for rank in range(s["world"])]
@@ -159,13 +138,13 @@ def measure_memory(folder: str, s: dict, out: Path, config: str | None, ranks: R
     not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process from /proc"
 )
 @pytest.mark.parametrize("case", CASES)
-def test_the_plan_is_within_15_percent_of_a_process(case, ranks, tmp_path):
+def test_the_plan_is_within_15_percent_of_a_process(case, tmp_path):
     s = {**MODEL, **WORK, **CASES[case]}
     folder = folder_of({name: s[name] for name in MODEL}, tmp_path / "model")
     config = case if s["world"] > 1 else None
     shardings = {"zero3": ZeroSharding(stage=3), "fsdp2": FSDPSharding()}
     expected = predict_memory(folder, s, shardings.get(case, Sharding()))
-    for got in measure_memory(folder, s, tmp_path / "out", config, ranks):
+    for got in measure_memory(folder, s, tmp_path / "out", config):
         assert abs(expected.peak / got - 1) < 0.15, (
             f"{case}: planned {expected.peak / 2**20:.0f} MiB, measured {got / 2**20:.0f}"
         )
@@ -196,6 +175,13 @@ SHAPE = ModelShape(
 WORKING = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=3, prompt=10, rows=6, answer=5)
 
 
+GPU = LaunchShape(cuda=True, bf16=True)
+
+
+def on_four(sharding: Sharding = Sharding(), **options) -> LaunchShape:  # noqa: B008
+    return replace(GPU, world=4, sharding=sharding, **options)
+
+
 def items(launch: LaunchShape, shape: ModelShape = SHAPE) -> dict[str, tuple[float, float, float]]:
     result = plan_memory(shape, MicroBatchMemory(), launch, WORKING)
     return {
@@ -205,7 +191,7 @@ def items(launch: LaunchShape, shape: ModelShape = SHAPE) -> dict[str, tuple[flo
 
 def test_bytes_of_each_launch_by_hand():
     million = 1_000_000.0
-    single = items(LaunchShape(cuda=True, bf16=True))
+    single = items(GPU)
     assert single["weights"] == (4 * million,) * 3
     assert single["optimizer"] == (8 * million,) * 3
     assert single["gradients"] == (0, 4 * million, 4 * million)
@@ -213,30 +199,24 @@ def test_bytes_of_each_launch_by_hand():
     # bf16: each prompt once, and all but the last token of each answer.
     assert single["KV"] == (16 * 2 * (3 * 10 + 6 * 4), 0, 0)
     assert single["temporary"] == (0, 0, 0)
-    ddp = items(LaunchShape(cuda=True, bf16=True, world=4))
     # All gradients end to end fit in a bucket.
-    assert ddp["temporary"] == (0, 0, 4 * million)
+    assert items(on_four())["temporary"] == (0, 0, 4 * million)
     large = replace(SHAPE, trainable=10**9)
-    ddp = items(LaunchShape(cuda=True, bf16=True, world=4), large)
-    assert ddp["temporary"] == (0, 0, 256 * 2**20)
-    zero2 = items(LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=2)))
+    assert items(on_four(), large)["temporary"] == (0, 0, 256 * 2**20)
+    zero2 = items(on_four(ZeroSharding(stage=2)))
     assert zero2["weights"] == (2 * million,) * 3
     assert zero2["optimizer"] == (3 * million,) * 3  # 8 and an fp32 copy of 4, a quarter of them
     assert zero2["gradients"] == (0, million, million)
     assert zero2["sampler's"] == (2 * million,) * 3  # never sharded
-    zero3 = items(LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3)))
+    zero3 = items(on_four(ZeroSharding(stage=3)))
     assert zero3["weights"] == (million / 2,) * 3
     assert zero3["gradients"] == (million,) * 3
     # The bucket; all gathered weights; gradients to send.
     assert zero3["temporary"] == (2e9, 2e9 + 2 * million, 2e9 + 6 * million)
-    offload = items(
-        LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3, offload=True))
-    )
+    offload = items(on_four(ZeroSharding(stage=3, offload=True)))
     assert offload["optimizer"] == offload["gradients"] == (0, 0, 0)
-    fsdp = items(
-        LaunchShape(cuda=True, bf16=True, world=4, sharding=FSDPSharding()),
-        replace(SHAPE, layer=300_000),
-    )
+    layered = replace(SHAPE, layer=300_000)
+    fsdp = items(on_four(FSDPSharding()), layered)
     # fp32, a quarter per rank.
     assert fsdp["weights"] == (million,) * 3 and fsdp["optimizer"] == (2 * million,) * 3
     assert fsdp["gradients"] == (0, million, million)
@@ -244,10 +224,9 @@ def test_bytes_of_each_launch_by_hand():
     # gradients in fp32 for the sum.
     assert fsdp["temporary"] == (0, 2 * (400_000 + 600_000) + 4 * 400_000, 0)
     # With two machines of four GPUs, a GPU under HSDP holds the same as with a single machine.
-    hsdp = LaunchShape(cuda=True, bf16=True, world=8, sharding=FSDPSharding(replicas=2))
-    assert items(hsdp, replace(SHAPE, layer=300_000)) == fsdp
+    assert items(replace(GPU, world=8, sharding=FSDPSharding(replicas=2)), layered) == fsdp
     # ZeRO-3 over both machines, and a second copy over each machine.
-    hpz = items(LaunchShape(cuda=True, bf16=True, world=8, sharding=ZeroSharding(stage=3, hpz=4)))
+    hpz = items(replace(GPU, world=8, sharding=ZeroSharding(stage=3, hpz=4)))
     assert hpz["weights"] == (2 * million / 8 + 2 * million / 4,) * 3
     cpu = items(LaunchShape(cuda=False, bf16=False))
     assert cpu["sampler's"] == (4 * million,) * 3 and cpu["CUDA"] == (0, 0, 0)
@@ -255,72 +234,37 @@ def test_bytes_of_each_launch_by_hand():
 
 def test_a_low_base_and_an_optimizer_of_8_bit_by_hand():
     shape = replace(SHAPE, trainable=100_000, adapters=100_000, matrices=800_000, linears=500_000)
-    first = LaunchShape(cuda=True, bf16=True)
-    weights = {
-        base: items(replace(first, base_dtype=base), shape)["weights"][0]
-        for base in ("fp32", "bf16", "4bit")
-    }
-    assert weights["fp32"] == 4e6 and weights["bf16"] == 4e6 - 2 * 8e5
+
+    def weights(launch: LaunchShape) -> float:
+        return items(launch, shape)["weights"][0]
+
+    low = 4e6 - 2 * 8e5
+    assert weights(replace(GPU, base_dtype="fp32")) == 4e6
+    assert weights(replace(GPU, base_dtype="bf16")) == low
     # QLoRA's figure: 0.127 bits per parameter for the scales.
-    assert weights["4bit"] == pytest.approx(4e6 - 2 * 8e5 - 5e5 * (2 - (4 + 0.127) / 8), rel=1e-5)
-    assert (
-        items(
-            LaunchShape(cuda=True, bf16=True, world=4, sharding=FSDPSharding(), base_dtype="bf16"),
-            shape,
-        )["weights"][0]
-        == weights["bf16"] / 4
-    )
+    expected = low - 5e5 * (2 - (4 + 0.127) / 8)
+    assert weights(replace(GPU, base_dtype="4bit")) == pytest.approx(expected, rel=1e-5)
+    assert weights(on_four(FSDPSharding(), base_dtype="bf16")) == low / 4
     # The whole model is in bf16.
-    assert (
-        items(
-            LaunchShape(cuda=True, bf16=True, sharding=ZeroSharding(stage=1), base_dtype="bf16"),
-            shape,
-        )["weights"][0]
-        == 2e6
-    )
-    assert items(replace(first, optimizer="adamw_8bit"), shape)["optimizer"][0] == 1e5 * (
-        2 + 8 / 256
-    )
-    paged = plan_memory(
-        shape, MicroBatchMemory(), replace(first, optimizer="paged_adamw_8bit"), WORKING
-    )
+    assert weights(replace(GPU, sharding=ZeroSharding(stage=1), base_dtype="bf16")) == 2e6
+    moments = 1e5 * (2 + 8 / 256)
+    assert items(replace(GPU, optimizer="adamw_8bit"), shape)["optimizer"][0] == moments
+    launch = replace(GPU, optimizer="paged_adamw_8bit")
+    paged = plan_memory(shape, MicroBatchMemory(), launch, WORKING)
     assert not any(item.train for item in paged.items if item.name.startswith("optimizer"))
-    assert dict(paged.host)["optimizer pages that do not fit on the GPU, at most"] == 1e5 * (
-        2 + 8 / 256
-    )
-    reading = dict(
-        plan_memory(
-            SHAPE,
-            MicroBatchMemory(),
-            LaunchShape(
-                cuda=True,
-                bf16=True,
-                world=8,
-                per_node=8,
-                sharding=ZeroSharding(stage=3),
-                loads_in_shards=True,
-            ),
-            WORKING,
-        ).host
-    )
-    assert (
-        reading["loading: every process reads its share, one tensor at a time"] == 8 * 4 * 200_000
-    )
+    assert dict(paged.host)["optimizer pages that do not fit on the GPU, at most"] == moments
+    launch = replace(GPU, world=8, per_node=8, sharding=ZeroSharding(stage=3), loads_in_shards=True)
+    host = dict(plan_memory(SHAPE, MicroBatchMemory(), launch, WORKING).host)
+    assert host["loading: every process reads its share, one tensor at a time"] == 8 * 4 * 200_000
 
 
 def test_the_base_of_a_stage_is_what_its_settings_and_launch_make_it(tmp_path):
     folder = folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path)
-    first = LaunchShape(cuda=True, bf16=True)
+    line = f"sft --dataset addition --base-model {folder} --max-tokens 8".split()
 
-    def weights(*words: str, launch: LaunchShape = first) -> float:
-        plan = compute_stage_needs(
-            read_config(
-                "sft", "--dataset", "addition", "--base-model", folder, "--max-tokens", "8", *words
-            ),
-            launch,
-            16,
-        )[0].plan
-        return next(item.train for item in plan.items if item.name == "weights")
+    def weights(*words: str, launch: LaunchShape = GPU) -> float:
+        (needs,) = compute_stage_needs(read_config(*line, *words), launch, 16)
+        return next(item.train for item in needs.plan.items if item.name == "weights")
 
     low, high = weights("--lora-rank", "4"), weights("--lora-rank", "4", "--base-dtype", "fp32")
     # The embedding stays in bf16.
@@ -331,50 +275,22 @@ def test_the_base_of_a_stage_is_what_its_settings_and_launch_make_it(tmp_path):
 
 def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):
     folder = folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path)
-    words = [
-        "grpo",
-        "--dataset",
-        "addition",
-        "--base-model",
-        folder,
-        "--batch-size",
-        "512",
-        "--group-size",
-        "16",
-        "--max-tokens",
-        "1024",
-        "--max-rows",
-        "8192",
-        "--kv-cache-tokens",
-        str(1 << 23),
-        "--token-budget",
-        "2048",
-        "--lora-rank",
-        "4",
-    ]
-    launch, run = LaunchShape(cuda=True, bf16=True), read_config(*words)
-    whole = max(needs.plan.peak for needs in compute_stage_needs(run, launch, 512))
-    cache = next(
-        item.sample
-        for item in compute_stage_needs(run, launch, 512)[0].plan.items
-        if item.name == "KV cache"
-    )
+    words = (
+        f"grpo --dataset addition --base-model {folder} --batch-size 512 --group-size 16 "
+        "--max-tokens 1024 --max-rows 8192 --token-budget 2048 --lora-rank 4 --kv-cache-tokens"
+    ).split()
+    run = read_config(*words, str(1 << 23))
+    (needs,) = compute_stage_needs(run, GPU, 512)
+    whole = needs.plan.peak
+    cache = next(item.sample for item in needs.plan.items if item.name == "KV cache")
     assert cache > 0.7 * whole
     room = whole - 0.9 * cache  # a quarter of the cache is still too much
-    (named,) = [
-        change
-        for change in select_listed(find_savings(run, launch, 512), room)
-        if change.kind == "kv_cache_tokens"
-    ]
-    at = words.index("--kv-cache-tokens") + 1
-    sizes = {
-        (1 << 23) >> i: read_config(*words[:at], str((1 << 23) >> i), *words[at + 1 :])
-        for i in (1, 2, 3, 4, 5)
-    }
-    peaks = {
-        size: max(needs.plan.peak for needs in compute_stage_needs(first, launch, 512))
-        for size, first in sizes.items()
-    }
+    listed = select_listed(find_savings(run, GPU, 512), room)
+    (named,) = [change for change in listed if change.kind == "kv_cache_tokens"]
+    peaks = {}
+    for size in ((1 << 23) >> i for i in range(1, 6)):
+        (needs,) = compute_stage_needs(read_config(*words, str(size)), GPU, 512)
+        peaks[size] = needs.plan.peak
     largest = max(size for size, peak in peaks.items() if peak <= room)
     assert peaks[1 << 21] > room
     assert named.command == f"--kv-cache-tokens {largest}"
@@ -386,9 +302,7 @@ def read_config(*words: str) -> RunConfig:
 
 
 def test_layers_of_a_hybrid_that_carry_a_state_keep_no_keys():
-    hybrid = replace(SHAPE, caching=1)
-    launch = LaunchShape(cuda=True, bf16=True)
-    assert items(launch, hybrid)["KV"][0] == items(launch)["KV"][0] / 2
+    assert items(GPU, replace(SHAPE, caching=1))["KV"][0] == items(GPU)["KV"][0] / 2
 
 
 def test_a_launch_under_fsdp_is_planned_as_one(monkeypatch):
@@ -404,7 +318,7 @@ def test_a_critic_and_a_frozen_policy_are_counted():
     """When all weights are trained, a critic takes as much as the policy, and a reference takes
     another copy for sampling. Under an adapter the reference takes none.
     """
-    launch = LaunchShape(cuda=True, bf16=True, world=2, sharding=ZeroSharding(stage=2))
+    launch = replace(GPU, world=2, sharding=ZeroSharding(stage=2))
     words = ["ppo", "--dataset", "addition", "--critic-model", "policy"]
     full, adapted, free = (
         compute_stage_needs(
@@ -414,12 +328,9 @@ def test_a_critic_and_a_frozen_policy_are_counted():
     )
     sizes = {item.name.split(" ")[0]: item for item in full.items}
     learner = [sizes[name] for name in ("weights", "optimizer", "gradients")]
-    assert (
-        sizes["critic:"].train
-        == sum(item.train for item in learner)
-        > sizes["critic:"].sample
-        == sum(item.sample for item in learner)
-    )
+    critic = sizes["critic:"]
+    assert critic.train == sum(item.train for item in learner) > critic.sample
+    assert critic.sample == sum(item.sample for item in learner)
     assert sizes["models"].sample == sizes["sampler's"].sample > 0
     assert [
         next(item.sample for item in plan.items if item.name.startswith("models"))
@@ -430,22 +341,16 @@ def test_a_critic_and_a_frozen_policy_are_counted():
 @pytest.mark.parametrize("method", ["dpo", "orpo", "simpo", "reward_model"])
 def test_both_answers_of_a_pair_are_planned(method):
     words = [method, "--dataset", "addition", "--batch-size", "8", "--max-tokens", "100"]
-    launch = LaunchShape(cuda=True, bf16=True, world=2)
-    (needs,) = compute_stage_needs(
-        read_config(*words, "--layout", "padded"), launch, 28, traced=False
-    )
+    run = read_config(*words, "--layout", "padded")
+    (needs,) = compute_stage_needs(run, replace(GPU, world=2), 28, traced=False)
     assert needs.work.batch == MicroBatch(8, 128, 8 * 128)  # 8 pairs over 2 ranks
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_a_method_that_samples_no_held_out_answers_holds_no_sampler(method):
     def plan_sampler(*words: str) -> float:
-        (needs,) = compute_stage_needs(
-            read_config(method, "--dataset", "addition", *words),
-            LaunchShape(cuda=True, bf16=True),
-            16,
-            traced=False,
-        )
+        run = read_config(method, "--dataset", "addition", *words)
+        (needs,) = compute_stage_needs(run, GPU, 16, traced=False)
         items = {item.name: item for item in needs.plan.items}
         return items["sampler's copy of the weights"].train + items["KV cache"].sample
 
@@ -454,26 +359,19 @@ def test_a_method_that_samples_no_held_out_answers_holds_no_sampler(method):
 
 
 def test_micro_batches_and_samples_by_hand():
-    step = {"groups": 4, "group": 8, "prompt": 100, "answer": 28, "hidden": 64}
-    assert largest_micro_batch(**step, budget=1000, layout="padded", world=1) == MicroBatch(
-        7, 128, 7 * 128
-    )
+    def largest(budget: int, layout: str, world: int = 1, prompt: int = 100, answer: int = 28):
+        sizes = {"groups": 4, "group": 8, "prompt": prompt, "answer": answer, "hidden": 64}
+        return largest_micro_batch(**sizes, budget=budget, layout=layout, world=world)
+
+    assert largest(1000, "padded") == MicroBatch(7, 128, 7 * 128)
     # A rank's share.
-    assert largest_micro_batch(**step, budget=100_000, layout="padded", world=4) == MicroBatch(
-        8, 128, 8 * 128
-    )
-    assert largest_micro_batch(**step, budget=1000, layout="shared", world=1) == MicroBatch(
-        3, 100 + 8 * 28, 3 * 8 * 128, masked=True
-    )
+    assert largest(100_000, "padded", world=4) == MicroBatch(8, 128, 8 * 128)
+    assert largest(1000, "shared") == MicroBatch(3, 100 + 8 * 28, 3 * 8 * 128, masked=True)
     # The prompt is counted once instead of eight times.
-    assert largest_micro_batch(**step, budget=1000, layout="auto", world=1).masked
-    assert not largest_micro_batch(
-        **{**step, "prompt": 1, "answer": 400}, budget=4000, layout="auto", world=1
-    ).masked
+    assert largest(1000, "auto").masked
+    assert not largest(4000, "auto", prompt=1, answer=400).masked
     # A row that exceeds the budget is still trained.
-    assert largest_micro_batch(**step, budget=10, layout="padded", world=1) == MicroBatch(
-        1, 128, 128
-    )
+    assert largest(10, "padded") == MicroBatch(1, 128, 128)
     drawn = {"groups": 64, "group": 8, "prompt": 100, "answer": 51, "world": 2}
     assert compute_concurrent_rows(**drawn, kv_cache_tokens=10**9, max_rows=1024) == (32, 256)
     # A group takes 100 + 8 x 50 tokens.
@@ -499,23 +397,18 @@ def test_the_trace_finds_what_is_known(tmp_path):
     # At most what it keeps for the backward (below 64 MiB).
     assert fused.logits - HEAD_BLOCKS < first + 256 * 512 * 4 + 10_000
     large = MicroBatch(32, 64, 2048)
-    assert (
-        skeleton.measure_micro_batch(large, ComputeConfig(checkpointing=True)).total
-        < 0.8 * skeleton.measure_micro_batch(large, ComputeConfig()).total
+    kept, recomputed = (
+        skeleton.measure_micro_batch(large, ComputeConfig(checkpointing=on)).total
+        for on in (False, True)
     )
+    assert recomputed < 0.8 * kept
     casts = skeleton.measure_micro_batch(batch, ComputeConfig(autocast=True)).casts
     # The layers' matrices; the head's cast is freed by then.
     assert casts == 2 * 2 * (512 * 64 * 4 * 8 + 3 * 512 * 1536)
 
 
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-}
+SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 DEEP = {
     "qwen3": {**SIZES, "num_hidden_layers": 9},
     # Six in turn, and a remainder of two.
@@ -622,16 +515,7 @@ def test_a_trace_that_fails_is_not_tried_again(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_plan_on_the_command_line(tmp_path):
     folder = folder_of(MODEL, tmp_path / "model")  # a config without weights
-    words = [
-        "grpo",
-        "--base-model",
-        folder,
-        "--plan",
-        "--plan-gpus",
-        8,
-        "--output-dir",
-        tmp_path / "run",
-    ]
+    words = f"grpo --base-model {folder} --plan --plan-gpus 8 --output-dir {tmp_path}/run".split()
     fits = run_script("train.py", *words, cwd=tmp_path, COLUMNS="200")
     assert fits.returncode == 0, fits.stderr
     assert "8 processes, DDP, bf16" in fits.stdout and "fits:" in fits.stdout
@@ -639,12 +523,8 @@ def test_plan_on_the_command_line(tmp_path):
     words += ["--plan-gpu-memory", 3, "--token-budget", 65536, "--batch-size", 128]
     small = run_script("train.py", *words, cwd=tmp_path, COLUMNS="200")
     assert small.returncode == 2 and "does not fit" in small.stdout
-    listed = [
-        float(size)
-        for size in re.findall(
-            r": ([0-9.]+) GiB(?:, fits)?", small.stderr.split("most effective first")[1]
-        )
-    ]
+    advice = small.stderr.split("most effective first")[1]
+    listed = [float(size) for size in re.findall(r": ([0-9.]+) GiB(?:, fits)?", advice)]
     assert listed and "--gradient-checkpointing" in small.stderr
     assert listed[:-1] == sorted(listed[:-1])  # the last figure may combine several settings
 
@@ -652,42 +532,20 @@ def test_plan_on_the_command_line(tmp_path):
 @pytest.mark.slow
 def test_two_processes_print_one_plan_of_their_launch(tmp_path):
     folder = folder_of(MODEL, tmp_path / "model")
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(REPO / "accelerate_configs/zero3.yaml"),
-    ]
-    command = [
-        *launch,
-        "--num_processes",
-        "2",
-        str(REPO / "train.py"),
-        "grpo",
-        "--base-model",
-        folder,
-        "--plan",
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env={**os.environ, "COLUMNS": "200"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 processes, ZeRO-3, fp32") == 1 and done.stdout.count("fits:") == 1
+    words = f"grpo --base-model {folder} --plan".split()
+    launch = start_launch("zero3", tmp_path, *words, script="train.py")
+    assert launch.wait(200) == [0, 0], launch.output()
+    text = " ".join(launch.output().replace("│", " ").split())
+    assert text.count("2 processes, ZeRO-3, fp32") == 1 and text.count("fits:") == 1
 
 
 # ------------------------------------------------------------------------------------------ scaling
 
 
 def test_traffic_by_hand():
-    sent = scaling.payload(
-        SHAPE,
-        LaunchShape(cuda=True, bf16=True, world=4, sharding=ZeroSharding(stage=3)),
-        micro_batches=3,
-    )
+    sent = scaling.payload(SHAPE, on_four(ZeroSharding(stage=3)), micro_batches=3)
     assert sent == {"all_reduce": 0.0, "all_gather": 2e6 * (3 + 1), "reduce_scatter": 3 * 4e6}
     assert scaling.on_the_wire(sent, 4) == 0.75 * (8e6 + 12e6)
-    assert (
-        scaling.on_the_wire({"all_reduce": 4e6, "all_gather": 0.0, "reduce_scatter": 0.0}, 2) == 4e6
-    )
-    assert sum(scaling.payload(SHAPE, LaunchShape(cuda=True, bf16=True), 3).values()) == 0
+    summed = {"all_reduce": 4e6, "all_gather": 0.0, "reduce_scatter": 0.0}
+    assert scaling.on_the_wire(summed, 2) == 4e6
+    assert sum(scaling.payload(SHAPE, GPU, 3).values()) == 0

@@ -76,10 +76,8 @@ def test_all_experts_are_sent_and_gathered_and_few_are_computed_with(tmp_path):
     ddp = scaling.payload(shape, LaunchShape(cuda=True, bf16=True, world=4), 3)
     # including gradients of experts that no token reached
     assert ddp["all_reduce"] == 4 * shape.parameters
-    assert (
-        scaling.compute_flops(dense, load) - scaling.compute_flops(shape, load)
-        == 8 * shape.idle_experts * load.tokens
-    )
+    saved = scaling.compute_flops(dense, load) - scaling.compute_flops(shape, load)
+    assert saved == 8 * shape.idle_experts * load.tokens
 
 
 def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path):
@@ -108,10 +106,10 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path)
     blind = scaling.compute_flops(reference, scaling.Load())
     assert blind == 8 * reference.active_parameters * load.tokens
     assert scaling.compute_flops(reference, load) - blind == 8 * tower * load.answers * 256
-    assert (
-        scaling.compute_flops(frozen, load) - scaling.compute_flops(frozen, scaling.Load())
-        == 2 * tower * load.answers * 256
+    seeing_costs = scaling.compute_flops(frozen, load) - scaling.compute_flops(
+        frozen, scaling.Load()
     )
+    assert seeing_costs == 2 * tower * load.answers * 256
 
 
 # ----------------------------------------------------------------- samplers split over several GPUs
@@ -129,10 +127,8 @@ class CountingTeam:
         return self.team.all_reduce_(x)
 
     def all_gather(self, x):
-        self.calls, self.gathered = (
-            self.calls + 1,
-            self.gathered + self.size * x.numel() * x.element_size(),
-        )
+        size = self.size * x.numel() * x.element_size()
+        self.calls, self.gathered = self.calls + 1, self.gathered + size
         return self.team.all_gather(x)
 
     def broadcast_(self, x):
@@ -156,30 +152,21 @@ def test_a_teams_traffic_is_what_its_ranks_send(tmp_path):
     def counted(threads):
         team = CountingTeam(threads)
         # no self-test of the decoder, hence no collectives yet
-        engine = Engine(
-            split(model, team, weights=list(model.named_parameters())), eos_token_ids=(), max_rows=8
-        )
+        decoder = split(model, team, weights=list(model.named_parameters()))
+        engine = Engine(decoder, eos_token_ids=(), max_rows=8)
         assert team.calls == 0
+        options = {"num_samples": 2, "params": SamplingParams(max_tokens=5, stop=[]), "seed": 1}
         for i in range(4):
-            engine.add(
-                SamplingRequest(
-                    prompt=[i + 1] * 6,
-                    num_samples=2,
-                    params=SamplingParams(max_tokens=5, stop=[]),
-                    seed=1,
-                    problem=i,
-                )
-            )
+            engine.add(SamplingRequest(prompt=[i + 1] * 6, problem=i, **options))
         assert [len(s.tokens) for result in engine.run() for s in result.sequences] == [5] * 8
         return team
 
     shape = shape_of(model, tmp_path)
-    modelled = scaling.sampler_traffic(
-        shape, LaunchShape(cuda=False, bf16=False, world=2, sampler_tp=2), load, rows=8
-    )
+    launch = LaunchShape(cuda=False, bf16=False, world=2, sampler_tp=2)
+    modelled = scaling.sampler_traffic(shape, launch, load, rows=8)
     for team in on_ranks(2, counted):
-        assert (team.calls, team.summed, team.gathered, team.copied) == (
-            modelled.calls, modelled.summed, modelled.gathered, modelled.copied)  # fmt: skip
+        for counter in ("calls", "summed", "gathered", "copied"):
+            assert getattr(team, counter) == getattr(modelled, counter), counter
 
 
 def test_seconds_of_a_team_by_hand():
@@ -215,10 +202,8 @@ def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(tmp_path):
     result = step(64)
     whole = step(64, 1000.0)
     assert whole.sampler_tp == 1 and whole.sampler_traffic_s == 0 and whole.memory_gib > 80 * 0.92
-    assert result.fits
-    assert result.sampler_tp in (2, 4, 8)
-    assert result.memory_gib <= 80 * 0.92
-    assert result.sampler_traffic_s > 0
+    assert result.fits and result.sampler_tp in (2, 4, 8)
+    assert result.memory_gib <= 80 * 0.92 and result.sampler_traffic_s > 0
     assert result.sample_s == whole.sample_s + result.sampler_traffic_s
     assert result.step_s == pytest.approx(whole.step_s + result.sampler_traffic_s)
     never = step(64, 20.0)

@@ -69,8 +69,7 @@ def chain(name: str, tied: bool, folder: Path) -> tuple[float, float]:
     learner_checkpoint.write_model(model, load_tokenizer("tiny:addition"), folder / "base")
     assert AutoModelForCausalLM.from_pretrained(folder / "base").config.tie_word_embeddings == tied
     train(
-        f"sft {_WORDS} --base-model {folder / 'base'} --lora-rank 4 --train-unembed",
-        folder / "sft",
+        f"sft {_WORDS} --base-model {folder / 'base'} --lora-rank 4 --train-unembed", folder / "sft"
     )
     train(f"dpo {_WORDS} --base-model {folder / 'sft'}", folder / "dpo")
     train(

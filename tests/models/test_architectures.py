@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import gather_targets
 from tiny_models import VOCAB, tiny_model
 
 from rl import ServiceClient
@@ -42,19 +43,10 @@ KINDS: dict[str, tuple[dict, set[str]]] = {
     "falcon_h1": ({}, ROWS),
     "mpt": ({}, ROWS),  # its config calls the width d_model
 }
-EAGER = {
-    "gpt2",
-    "llama",
-    "qwen2",
-    "mixtral",
-    "mistral",
-    "gemma2",
-    "gptj",
-    "codegen",
-    "lfm2",
-    "qwen3_next",
-    "llama4_text",
-}
+EAGER = "gpt2 llama qwen2 mixtral mistral gemma2 gptj codegen lfm2 qwen3_next llama4_text".split()
+
+
+SHORT_PAIRS = ((9, (7, 5)), (4, (3, 12)))
 
 
 @pytest.fixture(autouse=True)
@@ -111,14 +103,9 @@ def compute_plain_logprobs(model, data):
     model.zero_grad()
     logprobs = []
     for datum in data:
-        logits = (
-            model(input_ids=torch.tensor([datum.model_input.to_ints()]), use_cache=False)
-            .logits[0]
-            .double()
-        )
-        logp = logits.log_softmax(-1).gather(
-            -1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"].array)[:, None]
-        )[:, 0]
+        ids = torch.tensor([datum.model_input.to_ints()])
+        logits = model(input_ids=ids, use_cache=False).logits[0].double()
+        logp = gather_targets(logits.log_softmax(-1), datum)
         (-(logp * torch.from_numpy(datum.loss_fn_inputs["weights"].array)).sum()).backward()
         logprobs.append(logp.detach().numpy())
     return np.concatenate(logprobs), {
@@ -162,19 +149,15 @@ def check_every_layout(model, takes: set[str]) -> None:
         assert gradient_error(learner, gradient) < 1e-4, layout
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text", "mpt"]
-)
+def make_params(names, quick):
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+QUICK = ("llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text", "mpt")
+
+
+@pytest.mark.parametrize("name", make_params(KINDS, QUICK))
 def test_a_layout_is_exact_or_refused(name):
-    check_every_layout(model_of(name), KINDS[name][1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    sorted(KINDS.keys() - {"llama", "mixtral", "mistral", "lfm2", "gpt_neo", "llama4_text", "mpt"}),
-)
-def test_a_layout_is_exact_or_refused_elsewhere(name):
     check_every_layout(model_of(name), KINDS[name][1])
 
 
@@ -199,14 +182,9 @@ def test_width_and_length_are_read_by_whatever_name_a_config_has_for_them(name):
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "gptj"])
-def test_eager_attention_adds_its_mask(name):
-    check_every_layout(model_of(name, "eager"), ALL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(EAGER - {"llama", "gptj"}))
+@pytest.mark.parametrize("name", make_params(sorted(EAGER), ("llama", "gptj")))
 def test_a_layout_is_exact_or_refused_with_eager_attention(name):
+    """Eager attention adds its mask."""
     check_every_layout(model_of(name, "eager"), KINDS.get(name, ({}, ALL))[1])
 
 
@@ -229,17 +207,6 @@ def test_a_layout_under_bf16_is_no_further_off_than_the_model_alone(name):
         assert float(np.sqrt(np.mean((result - exact) ** 2))) < 2 * spread, layout
 
 
-def test_dpo_like_pairs_have_the_gradient_of_sequences_alone():
-    """If answers saw each other, the first loss would still be ln 2, but its gradient would be half
-    off.
-    """
-    model, data = model_of("lfm2"), make_datums(((9, (7, 5)), (4, (3, 12))))
-    logprobs, gradient = compute_plain_logprobs(model, data)
-    learner = make_learner(model)
-    np.testing.assert_allclose(run_learner(learner, data), logprobs, atol=1e-4)
-    assert gradient_error(learner, gradient) < 1e-4
-
-
 # --------------------------------------------------------------------------------------- randomness
 
 RANDOM = {
@@ -254,7 +221,7 @@ RANDOM = {
 @pytest.mark.parametrize("name", sorted(RANDOM))
 def test_nothing_is_random_under_gradient_checkpointing(name):
     model = tiny_model(name, **RANDOM[name])
-    data = make_datums(((9, (7, 5)), (4, (3, 12))))
+    data = make_datums(SHORT_PAIRS)
     logprobs, gradient = compute_plain_logprobs(copy.deepcopy(model).eval(), data)
     learner = make_learner(model, gradient_checkpointing=True)
     assert learner.model.training  # otherwise nothing is checkpointed
@@ -269,7 +236,7 @@ def test_phi_moe_is_not_changed_by_turning_noise_off_and_its_training_mode_is_re
     experts are sampled.
     """
     model = tiny_model("phimoe", router_jitter_noise=noise, sliding_window=None)
-    data = make_datums(((9, (7, 5)), (4, (3, 12))))
+    data = make_datums(SHORT_PAIRS)
     logprobs, _ = compute_plain_logprobs(copy.deepcopy(model), data)
     np.testing.assert_allclose(
         run_learner(make_learner(model, layout="padded"), data), logprobs, atol=1e-4
@@ -456,11 +423,8 @@ def test_rewards_of_such_a_pair_are_those_of_each_answer_alone():
     learner = Learner(loaded, make_fake_accelerator(False), LearnerSettings(token_budget=300))
     with torch.no_grad():
         for name in learner.value_head_names:
-            learner.trainable[name].add_(
-                torch.randn(
-                    learner.trainable[name].shape, generator=torch.Generator().manual_seed(1)
-                )
-            )
+            head = learner.trainable[name]
+            head.add_(torch.randn(head.shape, generator=torch.Generator().manual_seed(1)))
     bare = [
         [
             Datum(d.model_input, {k: d.loss_fn_inputs[k] for k in ("target_tokens", "mask")})
@@ -469,20 +433,14 @@ def test_rewards_of_such_a_pair_are_those_of_each_answer_alone():
         for pair in pairs
     ]
     options = {"temperature": 1.0, "divisor": 1.0, "backward": False}
-    compute_plain_logprobs = [
-        [learner.run([d], CUSTOM_VALUE_LOSS, {}, **options)[0][0]["values"][-1] for d in pair]
-        for pair in bare
+    flat = [datum for pair in bare for datum in pair]
+    scores = [
+        float(learner.run([d], CUSTOM_VALUE_LOSS, {}, **options)[0][0]["values"][-1]) for d in flat
     ]
-    outputs, sums = learner.run(
-        [d for pair in bare for d in pair], get_loss("bradley_terry"), {}, **options
-    )
-    expected = sum(
-        np.log1p(np.exp(-(float(chosen) - float(rejected))))
-        for chosen, rejected in compute_plain_logprobs
-    )
-    assert sums["loss:sum"] == pytest.approx(expected, rel=1e-5)
-    for i, score in enumerate(score for pair in compute_plain_logprobs for score in pair):
-        assert outputs[i]["values"][-1] == pytest.approx(score, abs=1e-5)
+    outputs, sums = learner.run(flat, get_loss("bradley_terry"), {}, **options)
+    margins = np.array(scores[0::2]) - np.array(scores[1::2])
+    assert sums["loss:sum"] == pytest.approx(np.log1p(np.exp(-margins)).sum(), rel=1e-5)
+    assert [outputs[i]["values"][-1] for i in range(len(flat))] == pytest.approx(scores, abs=1e-5)
 
 
 def test_an_episode_that_grows_past_the_original_length_is_scored_as_it_was_drawn(tmp_path):
@@ -496,31 +454,21 @@ def test_an_episode_that_grows_past_the_original_length_is_scored_as_it_was_draw
         sampler = client.save_weights_and_get_sampling_client()
         for new in (20, 6, 6, 6):
             read = read + rng.integers(3, 40, new).tolist()
-            (drawn,) = (
-                sampler.sample(
-                    ModelInput.from_ints(read), 1, SamplingParams(max_tokens=3, stop=[0])
-                )
-                .result()
-                .sequences
-            )
+            params = SamplingParams(max_tokens=3, stop=[0])
+            response = sampler.sample(ModelInput.from_ints(read), 1, params).result()
+            (drawn,) = response.sequences
             turns.append(Transition(ModelInput.from_ints(read), drawn, 0.0, False))
             read = read + drawn.tokens
         actual = trajectory_to_datums(Trajectory(turns, advantage=1.0))
-        assert [d.model_input.length for d in actual] == [
-            len(turns[1].ob.to_ints()) + 2,
-            len(read) - 1,
-        ]
+        lengths = [len(turns[1].ob.to_ints()) + 2, len(read) - 1]
+        assert [d.model_input.length for d in actual] == lengths
         outputs = client.forward(actual, "importance_sampling").result().loss_fn_outputs
     for datum, output in zip(actual, outputs, strict=True):
         acted = datum.loss_fn_inputs["mask"].array != 0
-        np.testing.assert_allclose(
-            output["logprobs"].array[acted],
-            datum.loss_fn_inputs["logprobs"].array[acted],
-            atol=1e-3,
-        )
-    (first,) = trajectory_to_datums(
-        Trajectory([replace(t, ac=replace(t.ac, beyond=False)) for t in turns], advantage=1.0)
-    )
+        drawn = datum.loss_fn_inputs["logprobs"].array
+        np.testing.assert_allclose(output["logprobs"].array[acted], drawn[acted], atol=1e-3)
+    short = [replace(turn, ac=replace(turn.ac, beyond=False)) for turn in turns]
+    (first,) = trajectory_to_datums(Trajectory(short, advantage=1.0))
     # as a single datum, the first answers would be scored with the long frequencies
     assert first.model_input.length == len(read) - 1
 
@@ -540,24 +488,19 @@ def test_rows_beyond_the_length_of_dynamic_frequencies_are_an_error():
 
 def test_lora_says_which_share_it_leaves_out():
     loaded = model_loading.LoadedModel(tiny_model("qwen3_moe"), None, "tiny", ())
-    names = dict(loaded.model.named_parameters())
-    experts = sum(
-        p.numel() for n, p in names.items() if ".experts." in n or n.endswith("mlp.gate.weight")
-    )
-    share = experts / sum(p.numel() for p in names.values())
+    sizes = {name: p.numel() for name, p in loaded.model.named_parameters()}
+    left_out = (".experts.", "mlp.gate.weight")
+    share = sum(n for name, n in sizes.items() if any(part in name for part in left_out))
+    share /= sum(sizes.values())
     with pytest.warns(UserWarning, match=f"{share:.0%} of the weights of tiny"):
         assert add_lora(loaded, LoraConfig(rank=2)).unadapted_share == pytest.approx(share)
     assert share > 0.3
 
 
-def test_lora_on_a_dense_model_leaves_nothing_out():
-    for name in ("gpt2", "llama"):
-        assert (
-            add_lora(
-                model_loading.LoadedModel(tiny_model(name), None, "tiny", ()), LoraConfig(rank=2)
-            ).unadapted_share
-            == 0
-        )
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_lora_on_a_dense_model_leaves_nothing_out(name):
+    loaded = model_loading.LoadedModel(tiny_model(name), None, "tiny", ())
+    assert add_lora(loaded, LoraConfig(rank=2)).unadapted_share == 0
 
 
 def test_lora_on_experts_alone_is_an_error():

@@ -26,35 +26,25 @@ def test_counts_and_layouts_are_those_of_the_cells():
         for line in text.splitlines()
         if line.startswith("| `")
     }
-    exact = [
-        row
-        for row in rows
-        if any(row[at[name]].startswith("exact") for name in ("padded", "packed", "shared"))
-    ]
+
+    def list_exact(row, columns):
+        return [name for name in columns if row[at[name]].startswith("exact")]
+
+    layouts = ("padded", "packed", "shared")
+    exact = [row for row in rows if list_exact(row, layouts)]
     assert set(lines) == {row[0] for row in exact} and len(exact) >= 60
-    assert (
-        f"{len(exact)} train exactly" in text
-        and f"samples of {sum(row[at['sampler']].startswith('exact') for row in rows)} are" in text
-    )
+    sampled = [row for row in rows if list_exact(row, ["sampler"])]
+    assert f"{len(exact)} train exactly" in text and f"samples of {len(sampled)} are" in text
     for row in exact:
-        layouts = lines[row[0]][3].removesuffix(" + recompute").split()
-        assert layouts == [
-            name for name in ("padded", "packed", "shared") if row[at[name]].startswith("exact")
-        ]
-        assert ("refused" in lines[row[0]][4]) == row[at["sampler"]].startswith("refused")
-        assert lines[row[0]][5].split() == [
-            w for c, w in pages.BACK.items() if row[at[c]].startswith("exact")
-        ]
-    all_three = [
-        row
-        for row in exact
-        if all(row[at[column]].startswith("exact") for column in ("resume", "reload", "adapter"))
-    ]
+        line = lines[row[0]]
+        assert line[3].removesuffix(" + recompute").split() == list_exact(row, layouts)
+        assert ("refused" in line[4]) == row[at["sampler"]].startswith("refused")
+        assert line[5].split() == [pages.BACK[name] for name in list_exact(row, pages.BACK)]
+    all_three = [row for row in exact if len(list_exact(row, ("resume", "reload", "adapter"))) == 3]
     assert f"{len(all_three)} come back in all three ways" in text
     output = text.split("## Refused")[1]
     for row in rows:
-        if row not in exact or not row[at["sampler"]].startswith("exact"):
-            assert f"* `{row[0]}`" in output, row[0]
+        assert row in exact and row in sampled or f"* `{row[0]}`" in output, row[0]
 
 
 def test_models_that_see_stand_in_one_list_each():
@@ -62,38 +52,19 @@ def test_models_that_see_stand_in_one_list_each():
     rows = [{"architecture": name, "images": output} for name, output in cells.items()]
     text = pages.page([], rows).split("## Models that see")[1]
     assert "4 vision-language" in text and "* `d`: WRONG" in text
-    assert [line.split(": ")[1] for line in text.splitlines() if ", 1: " in line] == [
-        "`a`",
-        "`b`",
-        "`c`",
-    ]
+    listed = [line.split(": ")[1] for line in text.splitlines() if ", 1: " in line]
+    assert listed == ["`a`", "`b`", "`c`"]
 
 
 def test_what_is_wrong_is_never_called_exact():
-    row = dict.fromkeys(["class", "layers", "lora_left_out"], "x") | {
-        "architecture": "one",
-        "parameters": "5",
-        "rows": "padded",
-    }
-    row |= {
-        "padded": "WRONG: 1 nats, gradient 0.5",
-        "packed": "",
-        "shared": "",
-        "checkpointing": "",
-        "sampler": "WRONG: 2 nats",
-    }
+    row = dict.fromkeys(["class", "layers", "lora_left_out"], "x")
+    row |= dict.fromkeys(["packed", "shared", "checkpointing"], "")
     row |= dict.fromkeys(pages.BACK, "exact")
-    text = pages.page([row])
-    assert (
-        "| `one`" not in text
-        and "`one`, training: WRONG: 1 nats" in text
-        and "`one`, sampling: WRONG: 2 nats" in text
-    )
-    row |= {
-        "padded": "exact",
-        "sampler": "exact",
-        "resume": "WRONG: 3 of 4 tensors differ, a first",
-    }
-    text = pages.page([row])
+    row |= {"architecture": "one", "parameters": "5", "rows": "padded"}
+    text = pages.page([row | {"padded": "WRONG: 1 nats, gradient 0.5", "sampler": "WRONG: 2 nats"}])
+    assert "| `one`" not in text
+    assert "`one`, training: WRONG: 1 nats" in text and "`one`, sampling: WRONG: 2 nats" in text
+    row |= {"resume": "WRONG: 3 of 4 tensors differ, a first"}
+    text = pages.page([row | {"padded": "exact", "sampler": "exact"}])
     assert "| `one` | x | x | padded | padded | transformers PEFT | x |" in text
     assert "`one`, resume: WRONG: 3 of 4" in text and "0 come back in all three ways" in text

@@ -9,6 +9,7 @@ from test_architectures import make_fake_accelerator, one_thread  # noqa: F401  
 from test_images import (
     compute_logprobs,
     compute_plain_logits,
+    compute_scores,
     datum,
     make_tiny_model,
     of_logits,
@@ -19,7 +20,7 @@ from bench import architectures_seeing as table
 from rl.images import ImageReader, get_image_reader, vision_families
 from rl.learner import Learner, LearnerSettings
 from rl.renderers import get_renderer
-from rl.sampler import make_decoder, score_sequences
+from rl.sampler import make_decoder
 
 KINDS = {
     "qwen3_vl": vision_families.QwenVisionFamily,
@@ -90,18 +91,9 @@ def test_in_bf16_rows_with_images_are_no_further_off_than_the_model_alone(name):
         rounded = by_itself()
     spread = float(np.sqrt(np.mean((rounded - exact) ** 2)))
     assert spread > 1e-3
-    read = score_sequences(
-        make_decoder(loaded.model, dtype=torch.bfloat16),
-        [item.token_ids() for item in prompts],
-        1.0,
-        [item.images_with_positions() for item in prompts],
-    )
-    sampler = np.concatenate([np.array(item[1:]) for item in read])
-    learner = np.concatenate(
-        compute_logprobs(
-            Learner(loaded, make_fake_accelerator(bf16=True), LearnerSettings()),
-            [datum(item) for item in prompts],
-        )
-    )
-    for result in (learner, sampler):
+    decoder = make_decoder(loaded.model, dtype=torch.bfloat16)
+    sampler = np.concatenate(compute_scores(decoder, prompts))
+    learner = Learner(loaded, make_fake_accelerator(bf16=True), LearnerSettings())
+    logprobs = np.concatenate(compute_logprobs(learner, [datum(item) for item in prompts]))
+    for result in (logprobs, sampler):
         assert float(np.sqrt(np.mean((result - exact) ** 2))) < 2 * spread

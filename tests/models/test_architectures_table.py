@@ -6,7 +6,7 @@ import copy
 
 import pytest
 from safetensors.torch import load_file, save_file
-from test_architectures import one_thread  # noqa: F401  (a fixture of its own)
+from test_architectures import make_params, one_thread  # noqa: F401  (a fixture of its own)
 from tiny_models import tiny_model
 
 from bench import architectures as table
@@ -19,33 +19,15 @@ from rl.types import LoraConfig
 # Full, sliding and chunked attention; ALiBi and learned positions; experts; linear attention, state
 # space models, convolutions.
 DOZEN = (
-    "llama",
-    "gpt2",
-    "mistral",
-    "gemma2",
-    "llama4_text",
-    "bloom",
-    "qwen3_moe",
-    "gpt_oss",
-    "qwen3_next",
-    "falcon_h1",
-    "lfm2",
-    "mamba",
-)
+    "llama gpt2 mistral gemma2 llama4_text bloom qwen3_moe gpt_oss qwen3_next falcon_h1 lfm2 mamba"
+).split()
 CELLS = ("padded", "packed", "shared", "checkpointing", "sampler", *table.SAVED)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in ("gpt2", "qwen3_next") else pytest.mark.slow) for n in DOZEN],
-)
+@pytest.mark.parametrize("name", make_params(DOZEN, ("gpt2", "qwen3_next")))
 def test_a_row_is_exact_or_refused(name):
-    result = table.row(name)
-    assert not [
-        result[cell]
-        for cell in CELLS
-        if not result[cell].startswith(("exact", "refused: UserError", "refused: layout"))
-    ], result
+    result, allowed = table.row(name), ("exact", "refused: UserError", "refused: layout")
+    assert all(result[cell].startswith(allowed) for cell in CELLS), result
     assert result["padded"] == result["sampler"] == result["resume"] == result["reload"] == "exact"
 
 
@@ -55,15 +37,9 @@ def test_a_row_is_exact_or_refused(name):
 def judge_layout(name, layout):
     model, datums = tiny_model(name), table.sequences()
     plain = model_loading._disable_randomness(copy.deepcopy(model))
+    expected, accelerator = table.compute_plain(plain, datums), make_accelerator(bf16=False)
     settings = table.LearnerSettings(token_budget=400, layout=layout)
-    return table.judge_architecture(
-        model,
-        name,
-        datums,
-        table.compute_plain(plain, datums),
-        make_accelerator(bf16=False),
-        settings,
-    )
+    return table.judge_architecture(model, name, datums, expected, accelerator, settings)
 
 
 @pytest.fixture
@@ -106,10 +82,8 @@ def test_a_state_of_another_row_turns_a_row_red(monkeypatch):
     def faulty(self, prompt_of_row):
         enter(self, prompt_of_row)
         for layer in self.cache.layers:
-            for states in (
-                getattr(layer, "conv_states", {}),
-                getattr(layer, "recurrent_states", {}),
-            ):
+            for name in ("conv_states", "recurrent_states"):
+                states = getattr(layer, name, {})
                 states |= {i: state.roll(1, 0) for i, state in states.items() if state is not None}
 
     def tried(first):
@@ -145,11 +119,8 @@ def test_a_weight_that_is_written_otherwise_turns_a_row_red(monkeypatch):
 
     monkeypatch.setattr(table.learner_checkpoint, "write_model", faulty)
     result = table.measure_saved_columns(tiny_model("llama"))
-    assert (
-        result["resume"] == "exact"
-        and result["reload"].startswith("WRONG")
-        and result["adapter"].startswith("WRONG")
-    )
+    assert result["resume"] == "exact"
+    assert result["reload"].startswith("WRONG") and result["adapter"].startswith("WRONG")
 
 
 @pytest.mark.parametrize("name", ["laguna", pytest.param("deepseek_v4", marks=pytest.mark.slow)])
@@ -158,24 +129,18 @@ def test_layers_whose_adapters_would_not_come_back_get_none(name):
     layers count as not adapted.
     """
     model = tiny_model(name)
-    none = {
-        key
-        for key in lora_targets.find_unadaptable(model, LoraConfig())
-        if "shared_experts" in key or "o_a_proj" in key
-    }
-    assert none and not {key.removesuffix(".weight") for key in none} & set(
-        lora_targets.find_lora_targets(model, LoraConfig())
-    )
+    unadaptable = lora_targets.find_unadaptable(model, LoraConfig())
+    none = {key for key in unadaptable if "shared_experts" in key or "o_a_proj" in key}
+    adapted = set(lora_targets.find_lora_targets(model, LoraConfig()))
+    assert none and not {key.removesuffix(".weight") for key in none} & adapted
     assert table.measure_saved_columns(model)["adapter"] == "exact"
 
 
 def test_a_config_without_an_end_of_text_can_be_read(tmp_path):
     """CPM-Ant's config has no eos_token_id."""
     model = tiny_model("cpmant")
-    assert (
-        not hasattr(model.config, "eos_token_id")
-        and model_loading.collect_eos_token_ids(model, None) == ()
-    )
+    assert not hasattr(model.config, "eos_token_id")
+    assert model_loading.collect_eos_token_ids(model, None) == ()
     learner_checkpoint.write_model(model, None, tmp_path / "m")
     assert model_loading.load_model(str(tmp_path / "m")).eos_token_ids == ()
 
@@ -186,8 +151,5 @@ def test_a_padding_row_is_read_as_it_was_written():
     """
     result = table.measure_saved_columns(tiny_model("youtu"))
     assert result["resume"] == "exact"
-    for column in ("reload", "adapter"):
-        assert (
-            result[column]
-            == "refused: transformers does not read what the file says of model.embed_tokens.weight"
-        )
+    why = "refused: transformers does not read what the file says of model.embed_tokens.weight"
+    assert result["reload"] == result["adapter"] == why

@@ -35,6 +35,10 @@ def logits(model) -> torch.Tensor:
         return model(input_ids=IDS, use_cache=False).logits.float()
 
 
+def assert_same_logits(model, expected: torch.Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=atol)
+
+
 def compute_run_logits(checkpoint: Path) -> torch.Tensor:
     """Return the run's logits, with unmerged adapters on their bases."""
     return logits(learner_checkpoint.load_for_sampling(str(checkpoint), None)[0].model)
@@ -66,11 +70,10 @@ def test_an_export_gives_the_runs_own_logits_in_plain_transformers(
     assert model.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     expected = compute_run_logits(runs[name] / "checkpoints" / "sft-final")
     assert expected.abs().max() > 1
-    torch.testing.assert_close(logits(model), expected, rtol=0, atol=atol)
+    assert_same_logits(model, expected, atol)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([2, 3]) == "01"
-    assert result.untied == (name != "full") and model.config.tie_word_embeddings == (
-        name == "full"
-    )
+    tied = name == "full"
+    assert result.untied != tied and model.config.tie_word_embeddings == tied
     assert ("separate matrix" in describe_export(result)) == result.untied
 
 
@@ -79,44 +82,24 @@ def test_an_adapter_stays_one_and_another_run_goes_on_with_it(runs, tmp_path):
 
     export_weights(str(runs["on_folder"]), tmp_path / "out")
     model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(
-        logits(model),
-        compute_run_logits(runs["on_folder"] / "checkpoints/sft-final"),
-        rtol=0,
-        atol=1e-5,
-    )
+    assert_same_logits(model, compute_run_logits(runs["on_folder"] / "checkpoints/sft-final"))
     words = (
         "grpo --steps 1 --batch-size 4 --group-size 2 --learning-rate 1e-9 --eval-every 0 "
         "--max-tokens 4"
     )
     train(f"{words} --base-model {tmp_path / 'out'}", tmp_path / "next")
-    torch.testing.assert_close(
-        compute_run_logits(tmp_path / "next/checkpoints/grpo-final"),
-        logits(model),
-        rtol=0,
-        atol=1e-5,
-    )
-    assert (
-        "is continued"
-        in json.loads((tmp_path / "next/config.json").read_text())["origins"][0]["how"]
-    )
+    assert_same_logits(model, compute_run_logits(tmp_path / "next/checkpoints/grpo-final"))
+    (origin,) = json.loads((tmp_path / "next/config.json").read_text())["origins"]
+    assert "is continued" in origin["how"]
 
 
 def test_an_adapter_that_nobody_could_use_alone_is_merged_and_says_why(runs, tmp_path):
-    assert "merged, since its base tiny:addition is built at run time" in describe_export(
-        export_weights(str(runs["lora"]), tmp_path / "out")
-    )
-    torch.testing.assert_close(
-        logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")),
-        compute_run_logits(runs["lora"] / "checkpoints/sft-final"),
-        rtol=0,
-        atol=1e-5,
-    )
-    train(
-        f"sft --steps 1 --batch-size 4 --max-tokens 4 --eval-every 0 --base-model "
-        f"{tmp_path / 'out'}",
-        tmp_path / "next",
-    )
+    text = describe_export(export_weights(str(runs["lora"]), tmp_path / "out"))
+    assert "merged, since its base tiny:addition is built at run time" in text
+    expected = compute_run_logits(runs["lora"] / "checkpoints/sft-final")
+    assert_same_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), expected)
+    words = "sft --steps 1 --batch-size 4 --max-tokens 4 --eval-every 0 --base-model"
+    train(f"{words} {tmp_path / 'out'}", tmp_path / "next")
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -163,19 +146,12 @@ def test_experts_are_written_as_they_are_published(kind, tmp_path):
 
 
 def test_the_card_has_recipe_data_and_figures(runs, tmp_path):
-    export_weights(
-        str(runs["lora"]),
-        tmp_path / "out",
-        name="best" if (runs["lora"] / "sampler_weights").is_dir() else None,
-    )
+    name = "best" if (runs["lora"] / "sampler_weights").is_dir() else None
+    export_weights(str(runs["lora"]), tmp_path / "out", name=name)
     text = (tmp_path / "out" / "README.md").read_text()
-    assert (
-        text.startswith("---\nlibrary_name")
-        and "| sft | sft | 4 | `addition` | exact_match |" in text
-    )
-    assert (
-        "| held-out accuracy |" in text and "lora_rank: 4" in text and "learning_rate: 0.03" in text
-    )
+    assert text.startswith("---\nlibrary_name") and "| held-out accuracy |" in text
+    assert "| sft | sft | 4 | `addition` | exact_match |" in text
+    assert "lora_rank: 4" in text and "learning_rate: 0.03" in text
 
 
 def test_a_card_that_cannot_be_made_leaves_nothing_behind(runs, tmp_path):
@@ -220,15 +196,12 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(runs, what, tmp_
 def test_only_an_earlier_export_is_replaced_and_only_where_that_is_asked_for(runs, tmp_path):
     out = tmp_path / "out"
     export_weights(str(runs["full"]), out)
-    with pytest.raises(
-        UserError, match="not empty: .* or replace the earlier export with --overwrite"
-    ):
+    refused = "not empty: .* or replace the earlier export with --overwrite"
+    with pytest.raises(UserError, match=refused):
         export_weights(str(runs["lora"]), out, merged=True)
     export_weights(str(runs["lora"]), out, merged=True, overwrite=True)
     expected = compute_run_logits(runs["lora"] / "checkpoints" / "sft-final")
-    torch.testing.assert_close(
-        logits(AutoModelForCausalLM.from_pretrained(out)), expected, rtol=0, atol=1e-5
-    )
+    assert_same_logits(AutoModelForCausalLM.from_pretrained(out), expected)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(UserError, match="from itself"):
         export_weights(str(out), out, overwrite=True)
@@ -237,9 +210,7 @@ def test_only_an_earlier_export_is_replaced_and_only_where_that_is_asked_for(run
     (tmp_path / "mine" / "README.md").touch()
     for other in (saved, runs["full"], runs["base"], tmp_path / "mine"):
         before = sorted(path.name for path in other.rglob("*"))
-        with pytest.raises(
-            UserError, match="no earlier export, and --overwrite replaces only exports"
-        ):
+        with pytest.raises(UserError, match="no earlier export, and --overwrite replaces only"):
             export_weights(str(runs["lora"]), other, overwrite=True)
         assert sorted(path.name for path in other.rglob("*")) == before
 
@@ -258,13 +229,13 @@ def test_pushing_makes_a_private_repository_and_says_what_went_wrong(runs, tmp_p
     export_weights(str(runs["full"]), tmp_path / "out")
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     assert push_to_hub(tmp_path / "out", "mine") == "https://hub/me/mine"
-    assert (
-        calls[0] == ("mine", {"private": True, "exist_ok": True})
-        and calls[1]["repo_id"] == "me/mine"
-    )
-    monkeypatch.setattr(
-        Api, "upload_folder", lambda self, **options: (_ for _ in ()).throw(OSError("no way"))
-    )
+    assert calls[0] == ("mine", {"private": True, "exist_ok": True})
+    assert calls[1]["repo_id"] == "me/mine"
+
+    def fail(self, **options):
+        raise OSError("no way")
+
+    monkeypatch.setattr(Api, "upload_folder", fail)
     with pytest.raises(UserError, match="is written, but could not be pushed to mine: no way"):
         push_to_hub(tmp_path / "out", "mine")
 
@@ -285,23 +256,24 @@ def test_a_push_without_a_login_ends_before_the_export(tmp_path, monkeypatch):
 def test_the_script_exports_and_says_what_to_do_next(runs, tmp_path):
     words = [runs["lora"], tmp_path / "my out", "--merge", "--dtype", "bf16"]
     done = run_script("export.py", *words, cwd=REPO)
-    assert (
-        done.returncode == 0
-        and f"python {REPO / 'sample.py'} '{tmp_path / 'my out'}'" in done.stdout
-    ), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert f"python {REPO / 'sample.py'} '{tmp_path / 'my out'}'" in done.stdout
 
 
 # ------------------------------------------------------------------------------- every architecture
+
+
+def make_adapted_model(name: str):
+    model = model_loading._disable_randomness(tiny_model(name))
+    loaded = model_loading.LoadedModel(model, None, f"tiny {name}", ())
+    return add_lora(loaded, LoraConfig(rank=2, seed=0)).model
 
 
 def merged_as_trained(name: str, folder: Path) -> float:
     """Return the error of the logits of merged and reloaded weights against the adapted model,
     relative to its largest logit.
     """
-    loaded = model_loading.LoadedModel(
-        model_loading._disable_randomness(tiny_model(name)), None, f"tiny {name}", ()
-    )
-    model = add_lora(loaded, LoraConfig(rank=2, seed=0)).model
+    model = make_adapted_model(name)
     before = logits(model)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -311,13 +283,10 @@ def merged_as_trained(name: str, folder: Path) -> float:
     expected = logits(model)
     assert (expected - before).abs().max() > 1e-4, "the adapter does nothing"
     merged = merge_adapter(copy.deepcopy(model))
-    worst = float((logits(merged) - expected).abs().max())
     learner_checkpoint.write_model(merged, None, folder)
-    worst = max(
-        worst,
-        float((logits(AutoModelForCausalLM.from_pretrained(folder).eval()) - expected).abs().max()),
-    )
-    return worst / max(1.0, float(expected.abs().max()))
+    reloaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+    errors = [float((logits(m) - expected).abs().max()) for m in (merged, reloaded)]
+    return max(errors) / max(1.0, float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -335,19 +304,9 @@ def test_merging_is_right_for_a_tied_head(name, tmp_path):
 @pytest.mark.parametrize("name", ["zamba", "zamba2"])
 def test_adapters_of_layers_that_share_a_matrix_are_not_merged(name):
     """PEFT would add all adapters to the shared matrix. The adapter can be exported unmerged."""
-    model = add_lora(
-        model_loading.LoadedModel(
-            model_loading._disable_randomness(tiny_model(name)), None, f"tiny {name}", ()
-        ),
-        LoraConfig(rank=2, seed=0),
-    ).model
-    with pytest.raises(
-        UserError,
-        match=(
-            r"layers\.1\.shared.* and model\.layers\.3\.shared.* are the same matrix.*export "
-            r"without --merge"
-        ),
-    ):
+    model = make_adapted_model(name)
+    shared = r"layers\.1\.shared.* and model\.layers\.3\.shared.* are the same matrix"
+    with pytest.raises(UserError, match=f"{shared}.*export without --merge"):
         merge_adapter(model)
 
 
@@ -358,9 +317,8 @@ def test_a_layer_of_groups_is_left_without_an_adapter_and_named(tmp_path):
     assert merged_as_trained("deepseek_v4", tmp_path / "out") < 1e-5
     model, lora = tiny_model("deepseek_v4"), LoraConfig(rank=2)
     missed = {name for name in find_unadaptable(model, lora) if "o_a_proj" in name}
-    assert len(missed) == model.config.num_hidden_layers and not [
-        name for name in find_lora_targets(model, lora) if "o_a_proj" in name
-    ]
+    assert len(missed) == model.config.num_hidden_layers
+    assert not [name for name in find_lora_targets(model, lora) if "o_a_proj" in name]
 
 
 @pytest.mark.parametrize(
@@ -372,17 +330,9 @@ def test_a_layer_whose_weight_is_read_past_it_is_left_without_an_adapter(name, l
     merging: LongCat's logits moved by 0.03 of the largest.
     """
     model, lora = tiny_model(name), LoraConfig(rank=2)
-    present = {
-        compute_run_logits
-        for compute_run_logits, _ in model.named_modules()
-        if compute_run_logits.endswith(f".{layer}")
-    }
-    assert (
-        present
-        and not present & set(find_lora_targets(model, lora))
-        and {f"{compute_run_logits}.weight" for compute_run_logits in present}
-        <= set(find_unadaptable(model, lora))
-    )
+    present = {place for place, _ in model.named_modules() if place.endswith(f".{layer}")}
+    assert present and not present & set(find_lora_targets(model, lora))
+    assert {f"{place}.weight" for place in present} <= set(find_unadaptable(model, lora))
     assert merged_as_trained(name, tmp_path / "out") < 1e-5
 
 
@@ -390,20 +340,20 @@ def test_a_layer_whose_weight_is_read_past_it_is_left_without_an_adapter(name, l
 @pytest.mark.parametrize(
     "name,tied",
     [
-        pytest.param(
-            name,
-            tied,
-            marks=[pytest.mark.campaign]
-            * ((name, tied) not in (("qwen3", True), ("llama", False))),
-        )
-        for name in CHAINED
-        for tied in (True, False)
+        ("qwen3", True),
+        ("llama", False),
+        *(
+            pytest.param(name, tied, marks=pytest.mark.campaign)
+            for name in CHAINED
+            for tied in (True, False)
+            if (name, tied) not in (("qwen3", True), ("llama", False))
+        ),
     ],
 )
 def test_a_chain_of_runs_under_lora_leaves_as_its_own_weights(name, tied, tmp_path):
     """sft -> dpo with the same adapter -> grpo with a second adapter on the merged model."""
-    compute_run_logits, exact = chain(name, tied, tmp_path)
-    assert compute_run_logits < 1e-5 and exact < 1e-5
+    of_run, exact = chain(name, tied, tmp_path)
+    assert of_run < 1e-5 and exact < 1e-5
 
 
 SPAN = """afmoe apertus bart bloom codegen cohere2 deepseek_v3 falcon falcon_h1 gemma gemma3_text glm4 gpt_neo gpt_neox gptj granite

@@ -5,6 +5,7 @@ a single process that does both, and the plan counts both sides.
 import json
 import pickle
 import queue
+import shutil
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import test_memory_plan
 import torch
 from rank_server import REPO, shared_ranks
 from test_asynchronous import ENVIRONMENT, metrics, same
@@ -23,13 +25,7 @@ from rl.config import RunSettings, parse_run
 from rl.distributed import check_roles, rank_roles
 from rl.errors import UserError
 from rl.learner import ModelSpec
-from rl.memory_plan import (
-    LaunchShape,
-    MicroBatch,
-    ModelShape,
-    StepWork,
-    plan_sampler_memory,
-)
+from rl.memory_plan import LaunchShape, MicroBatch, StepWork, plan_sampler_memory
 from rl.runtime import WorkerSettings, weight_sync
 from rl.runtime.router import VerbRouter
 from rl.runtime.verb_table import VerbCall
@@ -420,24 +416,7 @@ def test_roles_hold_for_the_whole_run():
 
 # ---------------------------------------------------------------------------- worked out in advance
 
-SHAPE = ModelShape(
-    name="m",
-    parameters=1_000_000,
-    trainable=1_000_000,
-    adapters=0,
-    small=0,
-    largest=100_000,
-    layers=4,
-    hidden=64,
-    heads=4,
-    key_heads=2,
-    head_width=16,
-    mlp=256,
-    vocab=1000,
-    max_context=None,
-    fast=True,
-    windowed=False,
-)
+SHAPE = replace(test_memory_plan.SHAPE, layers=4, head_width=16)
 
 
 def test_what_a_sampler_holds_by_hand():
@@ -446,19 +425,18 @@ def test_what_a_sampler_holds_by_hand():
     """
     work = StepWork(batch=MicroBatch(1, 8, 8), samples=True, prompts=2, prompt=10, rows=6, answer=5)
     launch = LaunchShape(cuda=True, bf16=True)
-    results = {item.name: item for item in plan_sampler_memory(SHAPE, launch, work).items}
-    arriving = "pending weight versions (at most two)"
-    assert (
-        results["sampler's copy of the weights"].sample == 2e6 and results[arriving].sample == 4e6
-    )
-    assert results["KV cache"].sample == (2 * 10 + 6 * 4) * 2 * 4 * 2 * 16 * 2
+    arriving, copy = "pending weight versions (at most two)", "sampler's copy of the weights"
+
+    def sizes(*arguments):
+        return {item.name: item.sample for item in plan_sampler_memory(*arguments).items}
+
+    full = sizes(SHAPE, launch, work)
+    assert (full[copy], full[arriving]) == (2e6, 4e6)
+    assert full["KV cache"] == (2 * 10 + 6 * 4) * 2 * 4 * 2 * 16 * 2
     lora = replace(SHAPE, parameters=1_010_000, trainable=10_000, adapters=10_000)
-    results = {item.name: item for item in plan_sampler_memory(lora, launch, work, [SHAPE]).items}
-    assert (
-        results["sampler's copy of the weights"].sample == 2e6 + 4e4
-        and results[arriving].sample == 8e4
-    )
-    assert results["models that only score"].sample == 2e6
+    adapted = sizes(lora, launch, work, [SHAPE])
+    assert (adapted[copy], adapted[arriving]) == (2e6 + 4e4, 8e4)
+    assert adapted["models that only score"] == 2e6
 
 
 def test_a_plan_tells_both_sides_and_refuses_a_side_without_ranks(capsys):
@@ -468,26 +446,17 @@ def test_a_plan_tells_both_sides_and_refuses_a_side_without_ranks(capsys):
     ).split()
 
     def plan(ranks: int) -> str:
-        report_memory(
-            parse_run(
-                [*words, "--sampler-ranks", str(ranks)],
-                METHODS,
-                REPO / "recipes" / "addition.yaml",
-                options=RunSettings,
-            )
-        )
+        line = [*words, "--sampler-ranks", str(ranks)]
+        recipe = REPO / "recipes" / "addition.yaml"
+        report_memory(parse_run(line, METHODS, recipe, options=RunSettings))
         return " ".join(capsys.readouterr().out.split())
 
     text = plan(1)
     assert "grpo, ranks that learn: tiny:addition, 3 processes, DDP" in text
     assert "grpo, ranks that sample: tiny:addition, one process" in text
     learns, samples = text.split("ranks that sample:")
-    assert (
-        "optimizer" in learns
-        and "KV cache" not in learns
-        and "KV cache" in samples
-        and "optimizer" not in samples
-    )
+    assert "optimizer" in learns and "KV cache" not in learns
+    assert "optimizer" not in samples and "KV cache" in samples
     with pytest.raises(UserError, match="sampler_ranks 4 of 4 processes leaves no rank to learn"):
         plan(4)
 
@@ -517,18 +486,14 @@ def test_a_plain_loop_draws_and_learns_the_same_bits(ranks, tmp_path, lora, kind
     for world, samplers in ((1, 0), (2, 1)):
         out = tmp_path / str(world)
         out.mkdir()
-        launch = ranks.start(
-            str(out), str(samplers), str(lora), kind, dtype, cwd=tmp_path, world=world, script=CASE
-        )
+        words = out, samplers, lora, kind, dtype
+        launch = ranks.start(*words, cwd=tmp_path, world=world, script=CASE)
         assert launch.wait(120) == [0] * world, launch.output()
         results.append(json.loads((out / "found.json").read_text()))
     first, second = results
     assert first == second
-    assert (
-        first["drawn by the first weights"]
-        != first["drawn by the last weights"]
-        == first["of the folder"]
-    )
+    last = first["drawn by the last weights"]
+    assert first["drawn by the first weights"] != last == first["of the folder"]
     assert first["versions"] == [0, 3, 3, 3]
 
 
@@ -551,73 +516,47 @@ def trained(ranks, tmp_path_factory):
 
 @pytest.mark.slow
 def test_without_staleness_samplers_wait_and_the_run_is_the_synchronous_one(trained):
-    first, second = trained("one", 1), trained("two", 2, "--sampler-ranks 1")
+    first = trained("one", 1, "--no-self-test")
+    second = trained("two", 2, "--no-self-test --sampler-ranks 1")
     assert same(first, second) and metrics(first) == metrics(second)
 
 
 @pytest.mark.slow
 def test_a_run_on_two_sides_repeats_bit_for_bit_on_two_and_on_one_and_goes_on_where_it_was(trained):
-    first = trained("first", 2, f"{LATE} --sampler-ranks 1")
+    late = f"{LATE} --no-self-test"
+    first = trained("first", 2, f"{late} --sampler-ranks 1")
     rows = metrics(first)
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and 1 <= max(
         row["async/age/max"] for row in rows
     ) <= 2
     for name, world, words in (("again", 2, "--sampler-ranks 1"), ("alone", 1, "")):
-        result = trained(name, world, f"{LATE} {words} --replay {first}")
+        result = trained(name, world, f"{late} {words} --replay {first}")
         assert same(first, result) and metrics(result) == metrics(first)
         assert (result / "decisions.jsonl").read_text() == (first / "decisions.jsonl").read_text()
     again = first.parent / "again"
     for path in (again / "checkpoints").iterdir():
         if path.name != "grpo-000002":
-            for inner in sorted(path.rglob("*"), reverse=True):
-                inner.rmdir() if inner.is_dir() else inner.unlink()
-            path.rmdir()
-    gone_on = trained("again", 2, f"{LATE} --sampler-ranks 1 --resume --replay {first}")
+            shutil.rmtree(path)
+    gone_on = trained("again", 2, f"{late} --sampler-ranks 1 --resume --replay {first}")
     assert same(first, gone_on) and metrics(gone_on) == metrics(first)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "samplers", "env"),
-    [
-        (3, 2, {}),
-        (3, 1, {}),
-        (
-            3,
-            1,
-            {
-                "ACCELERATE_USE_FSDP": "true",
-                "FSDP_VERSION": "2",
-                "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-            },
-        ),
-        (
-            3,
-            1,
-            {
-                "ACCELERATE_USE_DEEPSPEED": "true",
-                "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero2.json",
-            },
-        ),
-        (
-            3,
-            1,
-            {
-                "ACCELERATE_USE_DEEPSPEED": "true",
-                "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero3.json",
-            },
-        ),
-    ],
-    ids=["two samplers", "two learners", "fsdp2", "zero2", "zero3"],
-)
-def test_each_side_is_a_world_of_its_own(trained, world, samplers, env, request):
+@pytest.mark.parametrize("sides", ["two_samplers", "two_learners", "fsdp2", "zero2", "zero3"])
+def test_each_side_is_a_world_of_its_own(trained, sides):
     """The run includes the self-test, which sends changed weights to the samplers and reads
     gradients of every shard.
     """
-    name = request.node.callspec.id.replace(" ", "_")
-    rows = metrics(
-        trained(name, world, f"{LATE} --steps 3 --timeout 60 --sampler-ranks {samplers}", **env)
-    )
+    env = {}
+    if sides == "fsdp2":
+        env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        env["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    elif sides.startswith("zero"):
+        env["ACCELERATE_USE_DEEPSPEED"] = "true"
+        env["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = f"ds_configs/{sides}.json"
+    samplers = 2 if sides == "two_samplers" else 1
+    words = f"{LATE} --steps 3 --timeout 60 --sampler-ranks {samplers}"
+    rows = metrics(trained(sides, 3, words, **env))
     assert [row["step"] for row in rows] == [1, 2, 3] and max(
         row["async/age/max"] for row in rows
     ) <= 2
@@ -634,8 +573,8 @@ def test_each_side_is_a_world_of_its_own(trained, world, samplers, env, request)
 def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name(ranks, tmp_path, options, says):
     (tmp_path / "uneven.py").write_text(ENVIRONMENT)
     words = (
-        f"{LINE} {LATE} --steps 500 --timeout 6 --sampler-ranks 1 --output-dir {tmp_path}/run "
-        f"--environment {tmp_path}/uneven.py:Uneven"
+        f"{LINE} {LATE} --no-self-test --steps 500 --timeout 6 --sampler-ranks 1 "
+        f"--output-dir {tmp_path}/run --environment {tmp_path}/uneven.py:Uneven"
     )
     launch = ranks.start(*words.split(), cwd=tmp_path, world=2)
     deadline = time.monotonic() + 90
@@ -706,12 +645,11 @@ def test_a_hand_over_that_loses_something_is_caught_by_name_before_the_first_ste
 
 
 def test_the_console_says_who_does_what():
-    assert [run_summary._describe_processes(1, 0), run_summary._describe_processes(3, 0)] == [
-        "1 process",
-        "3 processes",
-    ]
-    assert run_summary._describe_processes(1, 1) == "1 process that learns, 1 that samples"
-    assert run_summary._describe_processes(3, 2) == "3 processes that learn, 2 that sample"
-    assert (
-        run_summary._describe_processes(8, 0, 4) == "8 processes, every 4 of which share a sampler"
-    )
+    for processes, text in {
+        (1, 0): "1 process",
+        (3, 0): "3 processes",
+        (1, 1): "1 process that learns, 1 that samples",
+        (3, 2): "3 processes that learn, 2 that sample",
+        (8, 0, 4): "8 processes, every 4 of which share a sampler",
+    }.items():
+        assert run_summary._describe_processes(*processes) == text

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import two_services
+from rank_server import make_launch_command
 from test_distributed import run_launch
 
 from rl import ServiceClient
@@ -69,36 +70,12 @@ def test_a_rank_that_has_served_does_what_it_has_to_and_leaves(words, tmp_path):
     """The process skips interpreter teardown because torch's threads still run. An error in its
     script is still raised.
     """
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(REPO / "accelerate_configs/ddp.yaml"),
-    ]
-    command = [
-        *launch,
-        "--num_processes",
-        "2",
-        "--main_process_port",
-        "0",
-        str(REPO / "tests" / "leaving_case.py"),
-        str(tmp_path),
-        *words,
-    ]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = make_launch_command("ddp", REPO / "tests" / "leaving_case.py", tmp_path, *words)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     driver, other = ((tmp_path / rank).read_text().splitlines() for rank in "01")
-    assert driver[:2] == ["0", "finally"] and other[:3] == [
-        "finally",
-        "registered after",
-        "registered before",
-    ]
+    assert driver[:2] == ["0", "finally"]
+    assert other[:3] == ["finally", "registered after", "registered before"]
     assert (done.returncode != 0) is bool(words) and ("taken apart" in other) is bool(words)
     if words:
         assert "ValueError: of the script's own" in done.stderr

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rank_server import shared_ranks
 from test_vllm import BASE, check_logprobs, make_policy, sample, update
 from vllm_stub import StubServer, vllm_server
 from whole_runs import RECIPE, train
@@ -306,14 +307,18 @@ class FakeServer(started_server.StartedServer):
 # ----------------------------------------------------------------------------------- whole runs
 
 
-def start_run(words, folder, environment=None, launch=()):
-    return subprocess.Popen(
-        [sys.executable, *launch, "train.py", *words, "--output-dir", str(folder)],
-        cwd=REPO,
-        env={**os.environ, **(environment or {})},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+def start_run(words, folder, world=1):
+    """Start `train.py WORDS` in forks of the shared server, so that a test may kill it."""
+    words = [*words, "--output-dir", str(folder)]
+    return shared_ranks().start(*words, cwd=folder.parent, world=world, launched=world > 1)
+
+
+def read_rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+def all_samples_are_of_the_learners_weights(rows):
+    return all(abs(row["optim/kl_sample_train_v2"]) < 1e-8 for row in rows)
 
 
 def count_rows(folder):
@@ -326,19 +331,19 @@ def test_a_killed_run_leaves_no_server_and_resumes_with_another(tmp_path, state,
     words = [*WORDS.split(), "--save-every", "1", "--sampler-command", make_command(state, url)]
     run = start_run([*words, "--steps", "500"], tmp_path / "run")
     try:
-        wait_until(lambda: count_rows(tmp_path / "run") > 3, 120)
+        wait_until(lambda: count_rows(tmp_path / "run") > 2, 120)
         servers = list_processes(str(state))
         assert servers
     finally:
-        run.kill()
-        run.wait()
+        run.kill(0)
+        run.wait(10)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in servers), 20)
-    steps = count_rows(tmp_path / "run") + 3
+    steps = count_rows(tmp_path / "run") + 2
     run = start_run([*words, "--steps", str(steps), "--resume"], tmp_path / "run")
-    assert run.wait(120) == 0 and state.read_text() == "2"
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    assert len(rows) == steps
-    assert all(abs(row["optim/kl_sample_train_v2"]) < 1e-8 for row in rows)
+    assert run.wait(120) == [0], run.output()
+    rows = read_rows(tmp_path / "run")
+    assert state.read_text() == "2" and len(rows) == steps
+    assert all_samples_are_of_the_learners_weights(rows)
 
 
 @pytest.mark.slow
@@ -356,39 +361,25 @@ def test_a_server_has_room_for_the_adapters_of_later_stages(tmp_path, state, opt
         run = start_run(words, tmp_path / "run")
         try:
             wait_until(state.is_file, 240)  # by the server's start
-            commands = [
-                read_command(pid).decode().split("\0") for pid in list_processes(str(state))
-            ]
-            ranks = {
-                words[words.index("--max-lora-rank") + 1]
-                for words in commands  # of the server and of its supervisor
-                if "--max-lora-rank" in words
-            }
-            assert run.wait(240) == 0
+            pids = list_processes(str(state))  # the server and its supervisor
+            commands = [read_command(pid).decode().split("\0") for pid in pids]
+            assert run.wait(240) == [0], run.output()
         finally:
-            run.terminate()
-    assert ranks == wanted and state.read_text() == "1"
+            run.kill(0)
+    option = "--max-lora-rank"
+    assert {line[line.index(option) + 1] for line in commands if option in line} == wanted
+    assert state.read_text() == "1"
 
 
 @pytest.mark.slow
 def test_both_processes_of_a_launch_sample_again_after_a_restart(tmp_path, state, url):
-    words = [
-        *WORDS.split(),
-        "--steps",
-        "4",
-        "--sampler-command",
-        make_command(state, url, "dies", 1, 2),
-    ]
-    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/ddp.yaml"]
-    launch += ["--num_processes", "2", "--main_process_port", "0"]
-    run = start_run(words, tmp_path / "run", {"OMP_NUM_THREADS": "1"}, launch)
-    try:
-        assert run.wait(240) == 0
-    finally:
-        run.terminate()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    command = make_command(state, url, "dies", 1, 2)
+    words = [*WORDS.split(), "--steps", "4", "--sampler-command", command]
+    run = start_run(words, tmp_path / "run", world=2)
+    assert run.wait(240) == [0, 0], run.output()
+    rows = read_rows(tmp_path / "run")
     assert [row["sampler/finished_samples"] for row in rows] == [8] * 4
-    assert all(abs(row["optim/kl_sample_train_v2"]) < 1e-8 for row in rows)
+    assert all_samples_are_of_the_learners_weights(rows)
     assert state.read_text() == "3"
 
 
@@ -459,19 +450,17 @@ def test_kills_of_a_real_engine_cost_its_own_samples(kind, kills, steps, tmp_pat
     """Train with SFT, then GRPO, and kill the server at a random time after each step."""
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     words = ["recipes/addition.yaml", "--sft.steps", "60", "--grpo.steps", str(steps)]
-    words += [
-        "--eval-limit",
-        "64",
-        "--grpo.eval-every",
-        "10",
-        "--grpo.save-every",
-        "10",
-        "--sampler",
-        "vllm",
-    ]
+    words += "--eval-limit 64 --grpo.eval-every 10 --grpo.save-every 10 --sampler vllm".split()
     words += ["--sampler-command", os.environ[VLLM], "--sampler-folder", str(tmp_path)]
     words += ["--grpo.lora-rank", "8"] if kind == "lora" else []
-    run, generator = start_run(words, tmp_path / "run", environment), random.Random(kind)
+    run = subprocess.Popen(
+        [sys.executable, "train.py", *words, "--output-dir", str(tmp_path / "run")],
+        cwd=REPO,
+        env={**os.environ, **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    generator = random.Random(kind)
     weights, rows = str(tmp_path / "whetstone-vllm-"), 61  # of SFT and the evaluation before step 1
     seen: set[int] = set()
     try:
@@ -489,8 +478,7 @@ def test_kills_of_a_real_engine_cost_its_own_samples(kind, kills, steps, tmp_pat
         assert run.wait(1800) == 0
     finally:
         run.kill()
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    trained = [row for row in metrics if "optim/kl_sample_train_v2" in row]
+    trained = [row for row in read_rows(tmp_path / "run") if "optim/kl_sample_train_v2" in row]
     assert len(trained) == steps
     assert all(abs(row["optim/kl_sample_train_v2"]) < 1e-10 for row in trained)
     assert {row["sampler/finished_samples"] for row in trained} == {512}

@@ -675,16 +675,6 @@ def test_scores_do_not_wait_for_queued_samples(servers, connect):
     assert "prompt_logprobs" in stub.bodies[-1]["sampling_params"] and len(stub.bodies) < 6
 
 
-def test_a_server_that_was_restarted_has_other_weights(servers, connect):
-    """Its samples are labelled with the weights that the server started with."""
-    (stub,), urls = servers()
-    sampler = make_policy(connect(urls)).save_weights_and_get_sampling_client()
-    sample(sampler)
-    stub.version = "default"
-    with pytest.raises(UserError, match="sampled with the weights 'default'"):
-        sample(sampler)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -192,13 +192,7 @@ def test_a_server_of_several_base_models_refuses_vllm(tmp_path):
     pytest.importorskip("fastapi", reason="needs the extra serve")
     words = ["serve.py", "--base-model", "tiny:addition", "--port", "0", "--sampler", "vllm"]
     words += ["--base-model", "tiny:ascii", "--sampler-url", "http://127.0.0.1:9"]
-    done = subprocess.run(
-        [sys.executable, *words, "--output-dir", tmp_path / "served"],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 2 and "sample from one model at a time" in " ".join(
-        done.stderr.replace("│", "").split()
-    )
+    command = [sys.executable, *words, "--output-dir", tmp_path / "served"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    shown = " ".join(done.stderr.replace("│", "").split())
+    assert done.returncode == 2 and "sample from one model at a time" in shown
