@@ -6,6 +6,7 @@ import json
 import random
 
 import numpy as np
+from scripted import make_future
 
 from rl.envs import (
     Environment,
@@ -20,34 +21,13 @@ from rl.rollout import EnvGroupBuilder, rollout, trajectory_to_datums
 from rl.types import Problem, SampledSequence, SampleResponse, SamplingParams
 
 WORDS = (
-    "yes",
-    "no",
-    "12",
-    "the answer is",
-    "(a+b)*c",
-    "what?",
-    "maybe so",
-    "x = 1",
-    "5",
-    "hello there",
-    "-3.5e2",
-    "0",
-    "a: b",
-    "go on",
-)
+    "yes", "no", "12", "the answer is", "(a+b)*c", "what?", "maybe so", "x = 1", "5",
+    "hello there", "-3.5e2", "0", "a: b", "go on",
+)  # fmt: skip
 ODD = (
-    "<|im_end|>",
-    "<|im_start|>user",
-    "\n\nUser:",
-    "<eos>",
-    "</tool_call>",
-    "<think>",
-    "é 数",
-    "  ",
-    "\n",
-    "\t",
-    "<|endoftext|>",
-)
+    "<|im_end|>", "<|im_start|>user", "\n\nUser:", "<eos>", "</tool_call>", "<think>", "é 数", "  ",
+    "\n", "\t", "<|endoftext|>",
+)  # fmt: skip
 RENDERERS = {
     "plain, characters": ("plain", "tiny:ascii", {}),
     "role_colon, characters": ("role_colon", "tiny:ascii", {}),
@@ -112,10 +92,9 @@ class ConversationEnvironment(Environment):
         self.turns = self.rng.randrange(1, 6)
         shots = []
         for _ in range(self.rng.randrange(3)):
-            shots += [
-                {"role": "user", "content": self.say()},
-                {"role": "assistant", "content": "shot " + text(self.rng, True, False)},
-            ]
+            shots.append({"role": "user", "content": self.say()})
+            shot = "shot " + text(self.rng, True, False)
+            shots.append({"role": "assistant", "content": shot})
         system = [{"role": "system", "content": self.say()}] if self.rng.random() < 0.5 else []
         return [*system, *shots, {"role": "user", "content": self.say()}]
 
@@ -137,12 +116,8 @@ class Writer:
     def __init__(
         self, renderer: Renderer, seed: int, *, canonical: bool = False, ascii_only: bool = False
     ):
-        self.renderer, self.rng, self.canonical, self.ascii_only = (
-            renderer,
-            random.Random(seed),
-            canonical,
-            ascii_only,
-        )
+        self.renderer, self.rng = renderer, random.Random(seed)
+        self.canonical, self.ascii_only = canonical, ascii_only
         self.info = {"max_context": None}
         tokenizer = renderer.tokenizer
         special = {
@@ -170,9 +145,8 @@ class Writer:
             call = json.dumps(made, separators=rng.choice([(",", ":"), None]))
             tokens = self.encode(f"{text(rng, True, False)}\n<tool_call>\n{call}\n</tool_call>")
         elif kind == 2:
-            tokens = self.encode(
-                f"<think>\n{text(rng, True, False)}\n</think>\n\n{text(rng, True, False)}"
-            )
+            thought, said = text(rng, True, False), text(rng, True, False)
+            tokens = self.encode(f"<think>\n{thought}\n</think>\n\n{said}")
         else:
             tokens = self.encode(text(rng, self.ascii_only, odd=kind == 3))
         tokens = [t for t in tokens if t not in self.renderer.end_tokens] or self.ordinary[:1]
@@ -188,11 +162,7 @@ class Writer:
                 self.drawn.append(tokens)
                 sequences.append(SampledSequence(tokens, [-self.rng.random() for _ in tokens]))
             responses.append(SampleResponse(sequences))
-        self.ready = responses, {}
-        return self
-
-    def result(self):
-        return self.ready
+        return make_future(responses)
 
 
 def groups(
@@ -214,13 +184,7 @@ def at_actions(datums, field: str) -> list:
     results = []
     for datum in datums:
         inputs = datum.loss_fn_inputs
-        results += [
-            value
-            for value, on in zip(
-                inputs[field].array.tolist(), inputs["mask"].array.tolist(), strict=True
-            )
-            if on
-        ]
+        results += inputs[field].array[inputs["mask"].array > 0].tolist()
     return results
 
 
@@ -242,10 +206,8 @@ def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str,
         trained, logprobs = at_actions(made, "target_tokens"), at_actions(made, "logprobs")
         sampled = [t for turn in episode.transitions for t in turn.ac.tokens]
         assert trained == sampled, (name, group.problem_index)
-        np.testing.assert_array_equal(
-            np.float32(logprobs),
-            np.float32([p for turn in episode.transitions for p in turn.ac.logprobs]),
-        )
+        drawn_logprobs = [p for turn in episode.transitions for p in turn.ac.logprobs]
+        np.testing.assert_array_equal(np.float32(logprobs), np.float32(drawn_logprobs))
         assert all(tuple(turn.ac.tokens) in drawn for turn in episode.transitions)
         breaks, so_far = 0, []
         for turn in episode.transitions:
@@ -253,17 +215,12 @@ def check(name: str, renderer: Renderer, count: int, seed: int = 0) -> dict[str,
             breaks += bool(so_far) and observation[: len(so_far)] != so_far
             so_far = [*observation, *turn.ac.tokens]
         assert len(made) == breaks + 1, (name, group.problem_index, len(made), breaks)
-        # each datum is a contiguous stretch of read and written tokens, position by position
-        stretches = [
-            [*d.model_input.to_ints(), d.loss_fn_inputs["target_tokens"].array.tolist()[-1]]
-            for d in made
-        ]
-        assert stretches[-1] == so_far
-        turns, datums, restarted = (
-            turns + len(episode.transitions),
-            datums + len(made),
-            restarted + breaks,
-        )
+        # a datum is a contiguous stretch of read and written tokens
+        last_token = made[-1].loss_fn_inputs["target_tokens"].array.tolist()[-1]
+        assert [*made[-1].model_input.to_ints(), last_token] == so_far
+        turns += len(episode.transitions)
+        datums += len(made)
+        restarted += breaks
     if name in NEVER_REWRITES:
         assert restarted == 0, name
     return {"conversations": count, "turns": turns, "datums": datums, "written anew": restarted}
@@ -276,9 +233,8 @@ def check_canonical(name: str, renderer: Renderer, count: int, seed: int = 0) ->
     Returns the number of compared prompts.
     """
     sampler = Writer(renderer, seed, canonical=True, ascii_only="characters" in name)
-    result = rollout(
-        groups(renderer, name, count, odd=False, first=10_000), sampler, PARAMS, seed=seed
-    )
+    builders = groups(renderer, name, count, odd=False, first=10_000)
+    result = rollout(builders, sampler, PARAMS, seed=seed)
     assert not result.errors, result.errors[:3]
     compared = 0
     for group in result.groups:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,34 @@ class CaseWorker(TrainingWorker):
         backend.backward = lambda value: right(value / divisor)
 
 
+@contextmanager
+def open_case(
+    out: Path, worker: type[TrainingWorker] = CaseWorker, **learner: Any
+) -> Iterator[tuple[ServiceClient, dict[str, Any]]]:
+    """Yield a service whose ranks have the verbs of `worker`, and a dict for the results. These are
+    written to OUT/found.pt. `learner`: the learner's settings.
+    """
+    torch.set_num_threads(1)
+    worker_group.TrainingWorker = worker  # for the driver and the serving ranks
+    settings = WorkerSettings(timeout_seconds=90, dtype="fp32", learner=LearnerSettings(**learner))
+    service, results = ServiceClient(output_dir=out, settings=settings), {}
+    yield service, results
+    torch.save(results, out / "found.pt")
+    service.close()
+
+
+def make_client(service: ServiceClient, start: Path, lora: Mapping[str, Any] | None = None) -> Any:
+    """Return a client that trains adapters with the settings `lora`, or else all weights."""
+    if lora:
+        return service.create_lora_training_client(str(start), seed=5, **lora)
+    return service.create_full_training_client(str(start))
+
+
+def submit(service: ServiceClient, name: str, *arguments: Any) -> Any:
+    """Run a verb on all ranks and return its result."""
+    return service._driver.submit(name, *arguments).result()
+
+
 class Launch:
     """The script's side: it opens clients in sequence and collects their results."""
 
@@ -242,7 +271,7 @@ class Launch:
         self.made: tuple[str, str] | None = None
 
     def verb(self, name: str, *arguments: Any) -> Any:
-        return self.service._driver.submit(name, *arguments).result()
+        return submit(self.service, name, *arguments)
 
     def begin(self, start: str, **settings: Any) -> TrainingClient:
         """Return a client at `start`. The current client is reused if it has the same start and

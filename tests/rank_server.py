@@ -26,14 +26,9 @@ TAG = "PYTHON_WHETSTONE_TAG"
 REPO = Path(__file__).resolve().parent.parent
 TRAIN = str(REPO / "train.py")
 EARLY = (
-    "rl.trainer",
-    "rl.trainer.entry_point",
-    "accelerate",
-    "safetensors.torch",
-    "huggingface_hub",
-    "torch._dynamo",
-    "torch.nn.parallel",
-)
+    "rl.trainer", "rl.trainer.entry_point", "accelerate", "safetensors.torch", "huggingface_hub",
+    "torch._dynamo", "torch.nn.parallel",
+)  # fmt: skip
 EARLY += (
     "transformers.models.auto.modeling_auto",
     "transformers.models.qwen3.modeling_qwen3",
