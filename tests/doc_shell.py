@@ -240,10 +240,8 @@ class DocShell:
                 ["bash", "-euo", "pipefail", "-c", text], cwd=folder, stdin=subprocess.DEVNULL,
                 stdout=output, stderr=output, env={**os.environ, "PATH": path}, timeout=SECONDS,
             )  # fmt: skip
-        problems = "\n".join(self.problems)
-        assert not problems and done.returncode == 0, (
-            f"{text}\n{problems}\n{log.read_text()[-2000:]}"
-        )
+        problems = "\n".join([text, *self.problems, log.read_text()[-2000:]])
+        assert not self.problems and done.returncode == 0, problems
 
     def parse(self, text: str, folder: Path) -> None:
         """Check a part of a command, once for all pages."""

@@ -45,7 +45,7 @@ def parse_small_run(argv, *arguments, **options):
         if name in names and (name != "max_turns" or "--environment" in argv)
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
-    return parse_whole_run([*argv, *small], *arguments, **options)
+    return parse_whole_run([*argv, *small, "--no-self-test"], *arguments, **options)
 
 
 def check_environments(run):
