@@ -291,7 +291,7 @@ for name, config in CASES:
     try:
         results[name] = [p.meta["answer"] for p in load_problems(name, split="test", config=config)]
     except UserError as error:
-        results[name] = str(error)
+        results[name] = " ".join(str(error).split())
 print(json.dumps(results))
 """
 

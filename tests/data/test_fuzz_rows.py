@@ -170,7 +170,7 @@ def check_problem(problem, renderer):
 @functools.cache
 def byte_renderer():
     """Return a renderer over bytes, which can encode every text."""
-    return get_renderer("role_colon", byte_tokenizer())
+    return get_renderer("role_colon", byte_tokenizer(["<eos>"]))
 
 
 @functools.cache
