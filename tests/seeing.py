@@ -118,7 +118,7 @@ def _make_qwen(family):
     text = _text(tokenizer, rope_parameters=rope, head_dim=12, tie_word_embeddings=True, **more)
     config = getattr(transformers, f"{name}Config")(
         text_config=text,
-        vision_config=vision,
+        vision_config=dict(vision),
         tie_word_embeddings=True,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
@@ -149,7 +149,7 @@ def _gemma3():
     layers = dict(sliding_window=8, layer_types=["sliding_attention", "full_attention"])
     config = Gemma3Config(
         text_config=_text(tokenizer, head_dim=12, query_pre_attn_scalar=12, **layers),
-        vision_config=_SIGLIP,
+        vision_config=dict(_SIGLIP),
         mm_tokens_per_image=4,
         boi_token_index=ids["<start_of_image>"],
         eoi_token_index=ids["<end_of_image>"],
@@ -174,7 +174,7 @@ def _make_tiles(name):
     )
     config = getattr(transformers, f"{name}Config")(
         text_config=_text(tokenizer, model_type="llama", head_dim=12),
-        vision_config=_SIGLIP,
+        vision_config=dict(_SIGLIP),
         image_token_id=ids["<image>"],
         scale_factor=2,
         tie_word_embeddings=False,
