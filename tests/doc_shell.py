@@ -39,16 +39,9 @@ with socket.socket(socket.AF_UNIX) as connection:
     sys.exit(int(connection.makefile().readline()))
 """
 RUN_SCRIPTS = (
-    "train.py",
-    "sample.py",
-    "evaluate.py",
-    "export.py",
-    "plot.py",
-    "watch.py",
-    "check_reward.py",
-    "why.py",
-    "minimal_loop.py",
-)
+    "train.py", "sample.py", "evaluate.py", "export.py", "plot.py", "watch.py", "check_reward.py",
+    "why.py", "minimal_loop.py",
+)  # fmt: skip
 MORE_WORDS = {  # for scripts that small_runs.py does not shrink
     "evaluate.py": ["--limit", "2", "--max-tokens", "8"],
     "sample.py": ["--max-tokens", "8"],
@@ -58,15 +51,8 @@ FOREIGN_MODULES = {"tinker_cookbook"}  # of `python -m`: packages that the tests
 # Environments with packages that requirements.txt does not install (test_wrapped_packages.py runs
 # them).
 OTHER_ENVIRONMENTS = {
-    "endpoint",
-    "mcp",
-    "openenv",
-    "reasoning_gym",
-    "search",
-    "skyrl_gym",
-    "textarena",
-    "tinker",
-}
+    "endpoint", "mcp", "openenv", "reasoning_gym", "search", "skyrl_gym", "textarena", "tinker",
+}  # fmt: skip
 SECONDS = 120
 
 
@@ -134,6 +120,7 @@ class DocShell:
     def __init__(self, home: Path, ranks: Ranks):
         self.ranks, self.home, self.only = ranks, home, ""
         self.problems: list[str] = []
+        self.parsed: set[str] = set()
         self.programs = home / "programs"
         self.programs.mkdir()
         address = f"\0doc-shell-{os.getpid()}-{time.monotonic_ns()}"  # abstract: not in any folder
@@ -253,10 +240,14 @@ class DocShell:
                 ["bash", "-euo", "pipefail", "-c", text], cwd=folder, stdin=subprocess.DEVNULL,
                 stdout=output, stderr=output, env={**os.environ, "PATH": path}, timeout=SECONDS,
             )  # fmt: skip
-        problems = "\n".join(self.problems)
-        assert not problems and done.returncode == 0, (
-            f"{text}\n{problems}\n{log.read_text()[-2000:]}"
-        )
+        problems = "\n".join([text, *self.problems, log.read_text()[-2000:]])
+        assert not self.problems and done.returncode == 0, problems
+
+    def parse(self, text: str, folder: Path) -> None:
+        """Check a part of a command, once for all pages."""
+        if text not in self.parsed:
+            self.run(text, folder, only="part")
+        self.parsed.add(text)
 
     def close(self) -> None:
         self.socket.close()

@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripted import make_future
+
 from rl.envs import EnvironmentGroup, EpisodeLimits, resolve_environment
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
@@ -72,16 +74,7 @@ class MadeUp:
                 self.drawn.append((list(item.prompt), list(tokens)))
                 sequences.append(sequence)
             responses.append(SampleResponse(sequences))
-        done = (
-            responses,
-            {"emitted_tokens": sum(len(s.tokens) for r in responses for s in r.sequences)},
-        )
-
-        class CompletedFuture:
-            def result(self):
-                return done
-
-        return CompletedFuture()
+        return make_future(responses)
 
 
 def tokenizer():

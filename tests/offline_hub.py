@@ -95,7 +95,8 @@ def write_dataset(hub: Path, name: str) -> None:
         (folder / f"{split}.jsonl").write_text(f"{json.dumps(row)}\n" * ROWS)
 
 
-def byte_tokenizer():
+def byte_tokenizer(marks=MARKS):
+    """Return a tokenizer over bytes; the last mark ends a sequence, the first one pads."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -103,9 +104,9 @@ def byte_tokenizer():
     core = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(MARKS)
+    core.add_special_tokens(marks)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        tokenizer_object=core, eos_token=marks[-1], pad_token=marks[0]
     )
     tokenizer.chat_template = TEMPLATE.lstrip()
     return tokenizer

@@ -26,19 +26,11 @@ TAG = "PYTHON_WHETSTONE_TAG"
 REPO = Path(__file__).resolve().parent.parent
 TRAIN = str(REPO / "train.py")
 EARLY = (
-    "rl.trainer",
-    "rl.trainer.entry_point",
-    "accelerate",
-    "safetensors.torch",
-    "huggingface_hub",
-    "torch._dynamo",
-    "torch.nn.parallel",
-)
-EARLY += (
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.qwen3.modeling_qwen3",
-    "peft",
-)
+    "rl.trainer", "rl.trainer.entry_point", "accelerate", "safetensors.torch", "huggingface_hub",
+    "torch._dynamo", "torch.nn.parallel",
+)  # fmt: skip
+EARLY += ("transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto")
+EARLY += ("peft",)
 # Imports of launches under DeepSpeed and FSDP2. Importing DeepSpeed compiles its Muon.
 SHARDED = ("deepspeed", "torch.distributed.fsdp", "torch._inductor.compile_fx")
 
@@ -49,17 +41,10 @@ def become_rank(order: dict, rank: int, port: int) -> int:
     """
     world = order["world"]
     if order["launched"]:
-        os.environ.update(
-            {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "ACCELERATE_MIXED_PRECISION": "no",
-            }
-        )
+        sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        os.environ.update({name: str(size) for name, size in sizes.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     os.environ.update(order.get("env", {}))
     os.setpgid(0, 0)
     os.chdir(order["cwd"])
@@ -98,6 +83,10 @@ def serve(*modules: str) -> None:
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # redirects what libraries print
+
+    def answer(**fields: object) -> None:
+        print(json.dumps(fields), file=answers, flush=True)
+
     for name in (*EARLY, *modules):
         importlib.import_module(name)
     # Each run reads the table of all settings and renders pages: a fifth of a small run's time.
@@ -111,16 +100,12 @@ def serve(*modules: str) -> None:
     gc.freeze()
     # saves the seconds of drawing a plot that no test looks at
     sys.modules["rl.reporting.metric_plots"].draw_curves = lambda source, out, *labels: out.touch()
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    answer(ready=True)
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
             pid, status = os.waitpid(order["wait"], os.WNOHANG)
-            print(
-                json.dumps({"code": os.waitstatus_to_exitcode(status) if pid else None}),
-                file=answers,
-                flush=True,
-            )
+            answer(code=os.waitstatus_to_exitcode(status) if pid else None)
             continue
         port, pids = free_port(), []
         for rank in range(order["world"]):
@@ -131,7 +116,7 @@ def serve(*modules: str) -> None:
                 sys.stdout.flush()
                 os._exit(code)  # skips the slow teardown of thousands of modules
             pids.append(pid)
-        print(json.dumps({"pids": pids}), file=answers, flush=True)
+        answer(pids=pids)
 
 
 class Launch:
@@ -170,11 +155,8 @@ class Launch:
 
     def output(self, rank: int | None = None) -> str:
         ranks = range(len(self.pids)) if rank is None else [rank]
-        return "\n".join(
-            f"[{r}] " + Path(f"{self.log}.{r}").read_text()
-            for r in ranks
-            if Path(f"{self.log}.{r}").exists()
-        )
+        logs = {r: Path(f"{self.log}.{r}") for r in ranks}
+        return "\n".join(f"[{r}] {log.read_text()}" for r, log in logs.items() if log.exists())
 
 
 class Ranks:
@@ -184,20 +166,13 @@ class Ranks:
 
     def __init__(self, *modules: str):
         self.tag, self.runs = f"rank-server-{os.getpid()}-{time.monotonic_ns()}", 0
-        env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            TAG: self.tag,
-        }
+        env = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        env = {**os.environ, **env, TAG: self.tag}
         words = [sys.executable, __file__, *modules]
-        self.process = subprocess.Popen(
-            words, cwd=REPO, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert json.loads(self.process.stdout.readline() or "{}").get("ready"), (
-            "the server of ranks did not start"
-        )
+        pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        self.process = subprocess.Popen(words, cwd=REPO, env=env, text=True, **pipes)
+        answer = json.loads(self.process.stdout.readline() or "{}")
+        assert answer.get("ready"), "the server of ranks did not start"
 
     def ask(self, order: dict) -> dict:
         self.process.stdin.write(json.dumps(order) + "\n")
@@ -222,15 +197,8 @@ class Ranks:
         log = (logs or cwd) / f"log-{self.runs}"
         if world > 1 and not {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"} & env.keys():
             env["ACCELERATE_USE_CPU"] = "true"
-        order = {
-            "argv": [script, *map(str, words)],
-            "cwd": str(cwd),
-            "world": world,
-            "env": env,
-            "log": str(log),
-            "stdout": stdout,
-            "launched": launched,
-        }
+        order = {"argv": [script, *map(str, words)], "cwd": str(cwd), "world": world, "env": env}
+        order |= {"log": str(log), "stdout": stdout, "launched": launched}
         return Launch(self, self.ask(order)["pids"], log)
 
     def left_behind(self) -> list[str]:
@@ -241,12 +209,8 @@ class Ranks:
                 continue
             try:
                 if self.tag.encode() in (folder / "environ").read_bytes():
-                    results.append(
-                        (folder / "cmdline")
-                        .read_bytes()
-                        .replace(b"\0", b" ")
-                        .decode(errors="replace")
-                    )
+                    words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+                    results.append(words.decode(errors="replace"))
             except OSError:
                 pass  # it ended in the meantime, or belongs to another user
         return results

@@ -10,20 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl.sampler import BLOCK_SIZE, Engine, SamplingRequest
 from rl.sampler.block_manager import BlockManager, PromptBlockTable
@@ -46,12 +33,9 @@ SMALL: dict[str, Any] = dict(
 )
 
 _MULTIPLIERS = {
-    "head_dim": 8,
-    "attention_multiplier": 0.4,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.3,
-    "logits_scaling": 1.5,
-}
+    "head_dim": 8, "attention_multiplier": 0.4, "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3, "logits_scaling": 1.5,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # sequences of the tests are longer than the window
 _SLIDING = {
@@ -68,6 +52,13 @@ _TWO_ROPES = {
         "original_max_position_embeddings": 32,
     },
 }
+_PLAIN: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen2": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}
+_GPT2 |= {"bos_token_id": None, "eos_token_id": None}
 # families by transformers' model_type, with settings that make their differences show
 FAMILIES: dict[str, dict[str, Any]] = {
     "granite": _MULTIPLIERS,
@@ -82,11 +73,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vaultgemma": {**_SLIDING, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
     "olmo3": {**_SLIDING, "rope_parameters": _TWO_ROPES},
     "exaone4": _SLIDING,
-    "cwm": {
-        **_SLIDING,
-        "bos_token_id": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
+    "cwm": {**_SLIDING, "bos_token_id": 1, "rope_parameters": {"rope_type": "default",
+        "rope_theta": 1e4}},
     "ministral": {"head_dim": 8, "sliding_window": 7},
     "qwen3_moe": {**_EXPERTS, "head_dim": 8, "norm_topk_prob": True},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 20},
@@ -94,7 +82,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 2},
     "granitemoe": {**_MULTIPLIERS, "num_local_experts": 6, "num_experts_per_tok": 2},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -127,33 +115,10 @@ def tiny_model(kind: str, **changes: Any) -> torch.nn.Module:
     of `FAMILIES`. `changes` update its config.
     """
     torch.manual_seed(3)
-    settings = {**SMALL, **changes}
+    settings = {**SMALL, **(_PLAIN.get(kind) or FAMILIES.get(kind, {})), **changes}
     if kind == "gpt2":
-        config = GPT2Config(
-            vocab_size=settings["vocab_size"],
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=96,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        model: torch.nn.Module = GPT2LMHeadModel(config)
-    elif kind == "qwen3":
-        model = Qwen3ForCausalLM(
-            Qwen3Config(**{"head_dim": 16, "tie_word_embeddings": True, **settings})
-        )
-    elif kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**{"tie_word_embeddings": True, **settings}))
-    elif kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**settings))
-    elif kind == "mistral":
-        model = MistralForCausalLM(MistralConfig(**{"sliding_window": None, **settings}))
-    elif kind in FAMILIES:
-        config = AutoConfig.for_model(kind, **{**SMALL, **FAMILIES[kind], **changes})
-        model = AutoModelForCausalLM.from_config(config)
-    else:
-        raise ValueError(kind)
+        settings = {**_GPT2, "vocab_size": settings["vocab_size"]}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from rl.types import SampledSequence, SampleResponse
 
-EOS = "eos"
+
+def make_future(responses: list[SampleResponse]) -> Future:
+    """Return what `sample_many` returns, with its result."""
+    counters = {"emitted_tokens": sum(len(s.tokens) for r in responses for s in r.sequences)}
+    future: Future = Future()
+    future.set_result((responses, counters))
+    return future
 
 
 class ScriptedSampler:
@@ -54,13 +61,4 @@ class ScriptedSampler:
                 )
             responses.append(SampleResponse(sequences=sequences))
         self.turn += 1
-        counters = {"emitted_tokens": sum(len(s.tokens) for r in responses for s in r.sequences)}
-        return _Ready((responses, counters))
-
-
-class _Ready:
-    def __init__(self, value):
-        self.value = value
-
-    def result(self):
-        return self.value
+        return make_future(responses)

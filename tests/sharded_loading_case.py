@@ -66,26 +66,19 @@ def main() -> None:
         return
 
     def logprobs(of) -> list[list[float]]:
-        results = of.forward(
-            random_datums(4, seed=9, vocabulary=60), "importance_sampling", {}
-        ).result()
+        datums = random_datums(4, seed=9, vocabulary=60)
+        results = of.forward(datums, "importance_sampling", {}).result()
         return [item["logprobs"].array.tolist() for item in results.loss_fn_outputs]
 
     first = logprobs(client)
-    client.forward_backward(
-        random_datums(6, vocabulary=60), "importance_sampling", {}, divisor=6.0
-    ).result()
+    datums = random_datums(6, vocabulary=60)
+    client.forward_backward(datums, "importance_sampling", {}, divisor=6.0).result()
     norm = client.optim_step(UPDATE).result().metrics["grad_norm"]
     then = logprobs(client)
     path = client.save_state("one").result().path
     resumed = service.create_training_client_from_state_with_optimizer(path)
-    results = {
-        "first": first,
-        "norm": norm,
-        "then": then,
-        "resumed": logprobs(resumed),
-        "wrapped": wrapped,
-    }
+    results = {"first": first, "norm": norm, "then": then, "resumed": logprobs(resumed)}
+    results |= {"wrapped": wrapped}
     (Path(out) / "found.json").write_text(json.dumps({**results, **measured}))
 
 

@@ -22,15 +22,9 @@ from rl.errors import UserError
 
 RECIPE = Path(__file__).resolve().parent.parent / "recipes" / "addition.yaml"
 SMALL = {
-    "steps": 1,
-    "batch_size": 2,
-    "group_size": 2,
-    "max_tokens": 8,
-    "eval_limit": 2,
-    "eval_every": 0,
-    "save_every": 0,
-    "max_turns": 2,
-}
+    "steps": 1, "batch_size": 2, "group_size": 2, "max_tokens": 8, "eval_limit": 2,
+    "eval_every": 0, "save_every": 0, "max_turns": 2,
+}  # fmt: skip
 parse_whole_run = rl.config.parse_run
 parse_all_arguments = argparse.ArgumentParser.parse_args
 parse_known_arguments = argparse.ArgumentParser.parse_known_args
@@ -51,7 +45,7 @@ def parse_small_run(argv, *arguments, **options):
         if name in names and (name != "max_turns" or "--environment" in argv)
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
-    return parse_whole_run([*argv, *small], *arguments, **options)
+    return parse_whole_run([*argv, *small, "--no-self-test"], *arguments, **options)
 
 
 def check_environments(run):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from data_helpers import get_contents, write_rows
 
 from rl.data import (
     DATASET_REGISTRY,
@@ -34,18 +35,8 @@ from rl.rewards import resolve_reward
 from rl.rewards.countdown_reward import evaluate_arithmetic
 from rl.types import Problem
 
-
-def write(folder: Path, name: str, *rows: dict[str, Any]) -> str:
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / name)
-
-
-MBPP = {
-    "task_id": 601,
-    "text": "Double it.",
-    "code": "def f(x):\r\n  return 2*x",
-    "test_list": ["assert f(1) == 2", "assert f(4) == 8"],
-}
+MBPP = {"task_id": 601, "text": "Double it.", "code": "def f(x):\r\n  return 2*x"}
+MBPP |= {"test_list": ["assert f(1) == 2", "assert f(4) == 8"]}
 HUMANEVAL = {
     "task_id": "HumanEval/0",
     "prompt": "from math import pi\n\ndef g(x):\n    '''Its negative.'''\n",
@@ -56,36 +47,25 @@ HUMANEVAL = {
 DIALOGUES = {"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]}
 APPS_STDIN = {"question": "Add them.", "input_output": json.dumps(DIALOGUES), "solutions": '["x"]'}
 CALLS = {"fn_name": "best", "inputs": [[[1, 2], 3]], "outputs": [[12]]}
-APPS_CALL = {
-    "question": "Best.",
-    "input_output": json.dumps(CALLS),
-    "starter_code": "def best(a, b):",
-}
+APPS_CALL = {"question": "Best.", "input_output": json.dumps(CALLS)}
+APPS_CALL |= {"starter_code": "def best(a, b):"}
 ECHO = [{"input": "a", "output": "a", "testtype": "stdin"}]
 LCB_STDIN = {"question_content": "Echo.", "public_test_cases": json.dumps(ECHO), "starter_code": ""}
-LCB_CALL = {
-    "question_content": "Sum.",
-    "starter_code": "class Solution:\n    def total(self, a, b):",
-    "metadata": '{"func_name": "total"}',
-    "public_test_cases": json.dumps(
-        [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]
-    ),
-}
+SUM = [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]
+LCB_CALL = {"question_content": "Sum.", "public_test_cases": json.dumps(SUM)}
+LCB_CALL |= {"starter_code": "class Solution:\n    def total(self, a, b):"}
+LCB_CALL |= {"metadata": '{"func_name": "total"}'}
 MATH = {"problem": "Half?", "solution": r"So $\boxed{\frac{1}{\sqrt{2}}}$.", "level": "Level 2"}
 
 
 def load_row(folder: Path, row: dict[str, Any], **settings: Any) -> Problem:
-    return load_problems(write(folder, "rows.jsonl", row), **settings)[0]
+    return load_problems(write_rows(folder / "rows.jsonl", row), **settings)[0]
 
 
-def test_what_is_read_of_each_shape(tmp_path: Path):
+def test_what_is_read_of_problems_with_code(tmp_path: Path):
     mbpp = load_row(tmp_path, MBPP)
-    assert mbpp.meta["tests"] == {
-        "style": "asserts",
-        "setup": "",
-        "asserts": MBPP["test_list"],
-        "entry_point": None,
-    }
+    tests = {"style": "asserts", "setup": "", "asserts": MBPP["test_list"], "entry_point": None}
+    assert mbpp.meta["tests"] == tests
     assert mbpp.response == "```python\ndef f(x):\n  return 2*x\n```"
     text = mbpp.messages[-1]["content"]
     # the other asserts are hidden
@@ -96,39 +76,37 @@ def test_what_is_read_of_each_shape(tmp_path: Path):
 
     human = load_row(tmp_path, HUMANEVAL, split="test")
     assert human.meta["head"] == HUMANEVAL["prompt"] and human.meta["tests"]["entry_point"] == "g"
-    assert (
-        human.response == "```python\n" + HUMANEVAL["prompt"] + "    return -x\n```"
-        and "candidate" not in human.messages[-1]["content"]
-    )
+    assert human.response == "```python\n" + HUMANEVAL["prompt"] + "    return -x\n```"
+    assert "candidate" not in human.messages[-1]["content"]
 
-    assert load_row(tmp_path, APPS_STDIN).meta["tests"] == {
-        "style": "dialogues",
-        "cases": [["1 2\n", "3\n"], ["3\n4", "7"]],
-    }
+    cases = [["1 2\n", "3\n"], ["3\n4", "7"]]
+    assert load_row(tmp_path, APPS_STDIN).meta["tests"] == {"style": "dialogues", "cases": cases}
     call = load_row(tmp_path, APPS_CALL)
-    assert call.meta["tests"] == {
-        "style": "calls",
-        "function": "best",
-        "cases": [[[[1, 2], 3], [12]]],
-        "compare": "wrapped",
-    }
-    assert "def best(a, b):" in call.messages[-1]["content"]
-    assert load_row(tmp_path, LCB_STDIN).meta["tests"] == {
-        "style": "dialogues",
-        "cases": [["a", "a"]],
-    }
+    cases = [[[[1, 2], 3], [12]]]
+    tests = {"style": "calls", "function": "best", "cases": cases, "compare": "wrapped"}
+    assert call.meta["tests"] == tests and "def best(a, b):" in call.messages[-1]["content"]
+    tests = {"style": "dialogues", "cases": [["a", "a"]]}
+    assert load_row(tmp_path, LCB_STDIN).meta["tests"] == tests
     assert load_row(tmp_path, LCB_CALL).meta["tests"]["cases"] == [[[[1, 2], 3], 6]]
 
-    math = load_row(tmp_path, MATH)
-    assert (
-        math.meta == {"answer": r"\frac{1}{\sqrt{2}}", "level": "Level 2"}
-        and math.response == MATH["solution"]
-    )
-    assert load_row(tmp_path, {"problem": "2+2?", "answer": "4"}).meta == {"answer": "4"}
-    assert (
-        load_row(tmp_path, {"problem": "2+2?", "solution": "It is 4.", "answer": "4"}).response
-        == "It is 4.\nThe answer is \\boxed{4}."
-    )
+
+@pytest.mark.parametrize(
+    ("row", "meta", "response"),
+    [
+        (MATH, {"answer": r"\frac{1}{\sqrt{2}}", "level": "Level 2"}, MATH["solution"]),
+        ({"problem": "2+2?", "answer": "4"}, {"answer": "4"}, None),
+        ({"problem": "2+2?", "solution": "It is 4.", "answer": "4"}, {"answer": "4"},
+         "It is 4.\nThe answer is \\boxed{4}."),
+        ({"question": "1+1?", "answer": "1+1=<<1+1=2>>2\n#### 2", "level": 3},
+         {"answer": "2", "level": 3}, "1+1=2\nThe answer is \\boxed{2}."),
+    ],
+    ids=["math", "answer alone", "solution and answer", "gsm8k"],
+)  # fmt: skip
+def test_what_is_read_of_problems_with_an_answer(tmp_path: Path, row, meta, response):
+    problem = load_row(tmp_path, row)
+    assert problem.meta == meta
+    if response is not None:
+        assert problem.response == response
 
 
 def packed(value: Any) -> str:
@@ -148,19 +126,12 @@ class Runs:
 def test_packed_private_tests_are_read_and_run_nothing(tmp_path: Path):
     private = json.dumps([{"input": "b", "output": "b", "testtype": "stdin"}])
     for form in (private, packed(private)):
-        assert load_row(tmp_path, {**LCB_STDIN, "private_test_cases": form}).meta["tests"][
-            "cases"
-        ] == [
-            ["a", "a"],
-            ["b", "b"],
-        ]
-    with pytest.raises(
-        UserError,
-        match=r"rows.jsonl line 1: 'private_test_cases' is neither JSON nor packed .*mkdir",
-    ):
-        load_row(
-            tmp_path, {**LCB_STDIN, "private_test_cases": packed(Runs(str(tmp_path / "made")))}
-        )
+        problem = load_row(tmp_path, {**LCB_STDIN, "private_test_cases": form})
+        assert problem.meta["tests"]["cases"] == [["a", "a"], ["b", "b"]]
+    row = {**LCB_STDIN, "private_test_cases": packed(Runs(str(tmp_path / "made")))}
+    says = "rows.jsonl line 1: 'private_test_cases' is neither JSON nor packed .*mkdir"
+    with pytest.raises(UserError, match=says):
+        load_row(tmp_path, row)
     assert not (tmp_path / "made").exists()
 
 
@@ -175,87 +146,56 @@ def test_packed_private_tests_are_read_and_run_nothing(tmp_path: Path):
         (HUMANEVAL, {"test": "assert g(2) == -2"}, "no Python that defines check"),
         (APPS_STDIN, {"input_output": "{"}, "'input_output' is no JSON"),
         (APPS_STDIN, {"input_output": ""}, "'input_output' is no JSON"),
-        (
-            APPS_STDIN,
-            {"input_output": '{"inputs": ["1"], "outputs": []}'},
-            "no inputs with as many outputs",
-        ),
-        (
-            APPS_CALL,
-            {"input_output": '{"fn_name": "a b", "inputs": [[1]], "outputs": [1]}'},
-            "calls 'a b'",
-        ),
+        (APPS_STDIN, {"input_output": '{"inputs": ["1"], "outputs": []}'},
+         "no inputs with as many outputs"),
+        (APPS_CALL, {"input_output": '{"fn_name": "a b", "inputs": [[1]], "outputs": [1]}'},
+         "calls 'a b'"),
         (LCB_STDIN, {"public_test_cases": "[1]"}, "a list of {input, output, testtype}"),
-        (
-            LCB_STDIN,
-            {"public_test_cases": '[{"input": "", "output": "", "testtype": "http"}]'},
-            "stdin or functional",
-        ),
+        (LCB_STDIN, {"public_test_cases": '[{"input": "", "output": "", "testtype": "http"}]'},
+         "stdin or functional"),
         (LCB_STDIN, {"private_test_cases": "bm90aGluZw=="}, "neither JSON nor packed"),
         (LCB_CALL, {"metadata": "{}"}, "no func_name"),
-        (
-            LCB_CALL,
-            {"public_test_cases": '[{"input": "[1", "output": "6", "testtype": "functional"}]'},
-            "is no JSON",
-        ),
+        (LCB_CALL, {"public_test_cases": json.dumps([{**SUM[0], "input": "[1"}])}, "is no JSON"),
         (MATH, {"solution": "So it is."}, "ends without an answer in"),
         (MATH, {"answer": " "}, "'answer' is empty"),
     ],
-)
+    ids=str,
+)  # fmt: skip
 def test_a_malformed_row_is_named(
     tmp_path: Path, row: dict[str, Any], change: dict[str, Any], text: str
 ):
-    path = write(tmp_path, "rows.jsonl", row, {**row, **change})
+    path = write_rows(tmp_path / "rows.jsonl", row, {**row, **change})
     with pytest.raises(UserError, match="rows.jsonl line 2") as error:
         load_problems(path)
     assert text in str(error.value)
     assert len(load_problems(path, on_bad_row="skip")) == 1
 
 
-def test_mbpps_files_have_their_published_splits(shared_data: Path):
-    for name, sizes in (
-        ("mbpp.jsonl", (374, 90, 500, 10)),
-        ("sanitized-mbpp.json", (120, 43, 257, 7)),
-    ):
-        path, seen = shared_data / "mbpp" / name, set[int]()
-        published = {
-            "train": (601, 974),
-            "validation": (511, 600),
-            "test": (11, 510),
-            "prompt": (1, 10),
-        }
-        for (split, ids), size in zip(published.items(), sizes, strict=True):
-            numbers = {problem.meta["task_id"] for problem in load_problems(path, split=split)}
-            assert (
-                len(numbers) == size
-                and ids[0] <= min(numbers) <= max(numbers) <= ids[1]
-                and not numbers & seen
-            )
-            seen |= numbers
-        assert has_row_splits(path)
-    assert not has_row_splits(
-        shared_data / "humaneval" / "HumanEval.jsonl.gz"
-    ) and not has_row_splits(shared_data / "math")
+PUBLISHED = {"train": (601, 974), "validation": (511, 600), "test": (11, 510), "prompt": (1, 10)}
 
 
-def test_whole_data_sets_are_read(shared_data: Path):
-    assert len(load_problems(shared_data / "humaneval" / "HumanEval.jsonl.gz", split="test")) == 164
-    five_hundred = load_problems(shared_data / "math" / "math500_test.json", split="test")
-    rows = json.loads((shared_data / "math" / "math500_test.json").read_text())
-    assert [problem.meta["answer"] for problem in five_hundred] == [row["answer"] for row in rows]
-    with pytest.raises(
-        UserError,
-        match=r"2 bad rows beside 7498 good ones:\n  MATH_train.jsonl line 7037: 'answer' is empty",
-    ):
-        load_problems(shared_data / "math" / "MATH_train.jsonl")
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("mbpp.jsonl", (374, 90, 500, 10)), ("sanitized-mbpp.json", (120, 43, 257, 7))],
+)
+def test_mbpps_files_have_their_published_splits(shared_data: Path, name: str, sizes):
+    path, seen = shared_data / "mbpp" / name, set[int]()
+    for (split, (first, last)), size in zip(PUBLISHED.items(), sizes, strict=True):
+        numbers = {problem.meta["task_id"] for problem in load_problems(path, split=split)}
+        assert len(numbers) == size and not numbers & seen
+        assert first <= min(numbers) <= max(numbers) <= last
+        seen |= numbers
+    assert has_row_splits(path)
+    for other in ("humaneval/HumanEval.jsonl.gz", "math"):
+        assert not has_row_splits(shared_data / other)
 
 
 def test_short_names_are_hub_names_with_their_config_and_splits(monkeypatch: pytest.MonkeyPatch):
-    request: list[tuple[Any, ...]] = []
+    requests: list[tuple[Any, ...]] = []
 
     def read_hub(*words: Any) -> Any:
-        request.append(words)
-        return iter([rows_module.Row("row 0", rows[formats[words[0]]])])
+        requests.append(words)
+        return iter([rows_module.Row("row 0", rows[formats.get(words[0], "gsm8k")])])
 
     gsm8k = {"question": "1+1?", "answer": "#### 2"}
     choice = {"Question": "1+1?", "Correct Answer": "2"}
@@ -269,26 +209,30 @@ def test_short_names_are_hub_names_with_their_config_and_splits(monkeypatch: pyt
     for name, result in DATASET_REGISTRY.items():
         for split in result.splits:
             load_problems(name, split=split)
-            assert request.pop() == (result.hub, result.config, result.splits[split])
+            assert requests.pop() == (result.hub, result.config, result.splits[split])
         assert find_default_reward(name) == find_default_reward(result.hub) == result.reward
         resolve_reward(result.reward)
+    assert load_problems("openai/gsm8k", split="test")[0].tag == "gsm8k"
     load_problems("openai/gsm8k", config="socratic")
-    assert request.pop() == ("openai/gsm8k", "socratic", "train")
-    with pytest.raises(
-        UserError,
-        match=(
-            "humaneval has no split 'train', only test: it is there to evaluate with; train on mbpp"
-        ),
-    ):
-        load_problems("humaneval")
-    with pytest.raises(
-        UserError, match="livecodebench is not read from the hub: download test.jsonl"
-    ):
-        load_problems("livecodebench", split="test")
-    with pytest.raises(
-        UserError, match="no data source is named 'humanevall': did you mean 'humaneval'"
-    ):
-        load_problems("humanevall")
+    load_problems("someone/things", config="small")
+    assert requests == [
+        ("openai/gsm8k", "main", "test"),
+        ("openai/gsm8k", "socratic", "train"),
+        ("someone/things", "small", "train"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "says"),
+    [
+        ("humaneval", "train", "humaneval has no split 'train', only test: it is there to evaluate with; train on mbpp"),
+        ("livecodebench", "test", "livecodebench is not read from the hub: download test.jsonl"),
+        ("humanevall", "train", "no data source is named 'humanevall': did you mean 'humaneval'"),
+    ],
+)  # fmt: skip
+def test_a_short_name_that_has_no_such_rows_is_refused(name: str, split: str, says: str):
+    with pytest.raises(UserError, match=says):
+        load_problems(name, split=split)
 
 
 # ----------------------------------------------------------------------------------- generated ones
@@ -303,25 +247,26 @@ def test_generated_splits_share_nothing_and_are_always_the_same(make: Callable[.
     assert len(requests[0]) == len(train) and len(requests[1]) == len(test)
     assert list(make("train", options)) == list(train)
     if make is countdown:  # the same numbers in another order are the same problem
-        keys = [
+        first, second = (
             {(tuple(sorted(p.meta["numbers"])), p.meta["target"]) for p in part}
             for part in (train, test)
-        ]
-        assert not keys[0] & keys[1] and len(test) == 40
+        )
+        assert not first & second and len(test) == 40
+
+
+def get_rows(problems: ProblemSet) -> list[str]:
+    """Return the digits that are to be sorted."""
+    return [text.removesuffix("=") for text in get_contents(problems)]
 
 
 def test_sorting_holds_out_digits_in_every_order_and_shuffles_without_a_preference():
     train, test = load_problems("sorting:noise=1"), load_problems("sorting", split="test")
-    rows = [
-        {problem.messages[-1]["content"].removesuffix("=") for problem in part}
-        for part in (train, test)
-    ]
+    rows = [set(get_rows(part)) for part in (train, test)]
     assert len(rows[0]) == len(train) == 10_000 and len(rows[1]) == len(test) == 1_000
     bags = [{tuple(sorted(row)) for row in part} for part in rows]
     assert bags[0] and bags[1] and not bags[0] & bags[1]
-    for problem in test:
-        digits = sorted(problem.messages[-1]["content"].removesuffix("="))
-        assert problem.meta["answer"] == problem.response == "".join(digits)
+    for problem, row in zip(test, get_rows(test), strict=True):
+        assert problem.meta["answer"] == problem.response == "".join(sorted(row))
     for index, problem in enumerate(train):
         assert sorted(str(problem.response)) == sorted(problem.meta["answer"])
         assert train.at(index, 0) == problem
@@ -333,42 +278,42 @@ def test_sorting_holds_out_digits_in_every_order_and_shuffles_without_a_preferen
         for i in different
         for epoch in range(4)
     ]
-    for share in (
-        sum(order == answer for order, answer in orders) / len(orders),
-        sum(order == answer[::-1] for order, answer in orders) / len(orders),
-    ):
+    for step in (1, -1):
+        share = sum(order == answer[::step] for order, answer in orders) / len(orders)
         assert abs(share - 1 / 120) < 4 * (1 / 120 / len(orders)) ** 0.5
     late = load_problems("sorting:noise=1,from=2")
     assert late.at(5, 1).response == late.at(5, 1).meta["answer"]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("source", "message"),
     [
-        ("noise=2", "sorting takes the options"),
-        ("digits=1", "got 'digits=1'"),
-        ("order=up", "got 'order=up'"),
-        ("digits=2", "fewer than 10000 rows exist"),
-        ("digits=²", "got 'digits=²'"),
-        ("size=1²", "got 'size=1²'"),
+        ("sorting:noise=2", "sorting takes the options"),
+        ("sorting:digits=1", "got 'digits=1'"),
+        ("sorting:order=up", "got 'order=up'"),
+        ("sorting:digits=2", "fewer than 10000 rows exist"),
+        ("sorting:digits=²", "got 'digits=²'"),
+        ("sorting:size=1²", "got 'size=1²'"),
+        ("oneliners:noise=2", "oneliners takes the options"),
+        ("oneliners:loud=1", "oneliners takes the options"),
+        ("countdown:numbers=1", "countdown takes the options"),
+        ("countdown:numbers=²", "countdown takes the options"),
     ],
 )
-def test_sorting_checks_its_options(options: str, message: str):
+def test_generated_sets_check_their_options(source: str, message: str):
     with pytest.raises(UserError, match=message):
-        load_problems(f"sorting:{options}")
+        load_problems(source)
 
 
 def test_a_sorting_size_that_no_split_has_is_refused_before_any_row_is_drawn(monkeypatch):
     """The largest accepted size yields every row of the split."""
-    every = {f"{row:03d}=" for row in range(1000)}
-    held_out = {text for text in every if sorting_is_test(text[:-1])}
+    every = {f"{row:03d}" for row in range(1000)}
+    held_out = {row for row in every if sorting_is_test(row)}
     for split, rows, size in (
         ("train", every - held_out, len(every - held_out)),
         ("test", held_out, 10 * len(held_out)),
     ):
-        options = {"digits": "3", "size": str(size)}
-        problems = list(sorting(split, options))
-        assert {problem.messages[-1]["content"] for problem in problems} == rows
+        assert set(get_rows(sorting(split, {"digits": "3", "size": str(size)}))) == rows
         with monkeypatch.context() as patch:
             patch.setattr(random.Random, "choices", None)
             with pytest.raises(UserError, match=f"fewer than {len(rows) + 1} .*: {len(rows)};"):
@@ -389,25 +334,17 @@ def test_countdowns_solutions_are_right_by_pythons_own_arithmetic():
 @pytest.mark.parametrize(
     ("response", "correct", "has_format"),
     [
-        (r"\boxed{(2+3)*4}", 1, 1),
-        (r"\boxed{(2+3) \times 4 = 20}", 1, 1),
-        ("<answer>4*(3+2)</answer>", 1, 1),
-        ("#### 4*3+2*4", 0, 1),  # 20, with an extra 4
-        (r"\boxed{20}", 0, 1),
-        (r"\boxed{2+3}", 0, 1),
-        (r"\boxed{4*5}", 0, 1),
-        ("(2+3)*4", 0, 0),
-        (r"\boxed{4/(2-2)}", 0, 0),
-        (r"\boxed{2**3**4**99}", 0, 0),
+        (r"\boxed{(2+3)*4}", 1, 1), (r"\boxed{(2+3) \times 4 = 20}", 1, 1),
+        ("<answer>4*(3+2)</answer>", 1, 1), ("#### 4*3+2*4", 0, 1),  # 20, with an extra 4
+        (r"\boxed{20}", 0, 1), (r"\boxed{2+3}", 0, 1), (r"\boxed{4*5}", 0, 1), ("(2+3)*4", 0, 0),
+        (r"\boxed{4/(2-2)}", 0, 0), (r"\boxed{2**3**4**99}", 0, 0), (r"\boxed{}", 0, 0),
         (r"\boxed{__import__('os').getpid()}", 0, 0),
-        (r"\boxed{}", 0, 0),
         (r"\boxed{" + "(" * 150 + "2" + ")" * 49 + "}", 0, 0),
     ],
-)
+)  # fmt: skip
 def test_countdown_by_hand(response: str, correct: int, has_format: int):
-    result = resolve_reward("countdown").evaluate(
-        "", response, {"numbers": [2, 3, 4], "target": 20}
-    )
+    meta = {"numbers": [2, 3, 4], "target": 20}
+    result = resolve_reward("countdown").evaluate("", response, meta)
     assert result.metrics == {"correct": correct, "format": has_format}
     assert result.reward == pytest.approx(correct + 0.1 * (has_format - 1))
 
@@ -421,32 +358,20 @@ def test_one_liners_do_what_their_tests_say():
     for problem in oneliners("test"):
         scope: dict[str, Any] = {}
         exec(str(problem.response), scope)  # generated by this project
-        assert all(
-            scope["f"](*arguments) == expected
-            for arguments, expected in problem.meta["tests"]["cases"]
-        )
+        for arguments, expected in problem.meta["tests"]["cases"]:
+            assert scope["f"](*arguments) == expected, problem
     noisy = oneliners("train", {"noise": "1", "from": "2"})
     assert noisy.at(5, 1).response == noisy.at(5).response
     assert sum(noisy.at(i, 2).response != noisy.at(i).response for i in range(400)) > 200
     assert noisy.at(5, 2).meta == noisy.at(5).meta
-    for options in ({"noise": "2"}, {"loud": "1"}):
-        with pytest.raises(UserError, match="oneliners takes the options"):
-            oneliners("train", options)
-    for value in ("1", "²"):
-        with pytest.raises(UserError, match="countdown takes the options"):
-            countdown("train", {"numbers": value})
 
 
 # -------------------------------------------------------------------------------- what splits share
 
 
 def make_problems(*texts: str) -> ProblemSet:
-    return ProblemSet(
-        [
-            Problem(({"role": "user", "content": text},), {}, None, "t", i)
-            for i, text in enumerate(texts)
-        ]
-    )
+    messages = [({"role": "user", "content": text},) for text in texts]
+    return ProblemSet([Problem(asked, {}, None, "t", i) for i, asked in enumerate(messages)])
 
 
 def by_brute_force(train: ProblemSet, test: ProblemSet) -> set[int]:
@@ -454,84 +379,49 @@ def by_brute_force(train: ProblemSet, test: ProblemSet) -> set[int]:
     comparing all pairs of runs.
     """
 
-    def runs(problem: Problem) -> list[list[str]]:
-        words = "".join(
-            c if c.isalnum() else " " for c in str(problem.messages[-1]["content"]).lower()
-        ).split()
+    def runs(text: str) -> list[list[str]]:
+        words = "".join(c if c.isalnum() else " " for c in text.lower()).split()
         return [words[i : i + 13] for i in range(len(words) - 12)]
 
-    return {
-        i
-        for i, held_out in enumerate(test)
-        if any(a == b for a in runs(held_out) for other in train for b in runs(other))
-    }
+    trained = [run for text in get_contents(train) for run in runs(text)]
+    return {i for i, text in enumerate(get_contents(test)) if any(r in trained for r in runs(text))}
+
+
+WORDS = [f"w{i}" for i in range(40)]
 
 
 def test_an_overlap_is_found_by_thirteen_words_and_not_by_twelve():
-    words = [f"w{i}" for i in range(40)]
-    train = make_problems(" ".join(words), "another thing altogether", "12+34=")
+    train = make_problems(" ".join(WORDS), "another thing altogether", "12+34=")
     for length, shared in ((13, 1), (12, 0)):
-        test = make_problems(
-            "begin " + ", ".join(words[5 : 5 + length]).upper() + "! end", "12+35="
-        )
+        text = "begin " + ", ".join(WORDS[5 : 5 + length]).upper() + "! end"
+        test = make_problems(text, "12+35=")
         result = find_contamination(train, test)
-        assert (
-            len(result.shared) == shared == len(by_brute_force(train, test))
-            and result.held_out == 2
-            and result.trained == 3
-        )
-    assert find_contamination(train, make_problems("1 2+34=")).shared == (
-        ("t 0", "t 2"),
-    )  # the whole text
+        assert len(result.shared) == shared == len(by_brute_force(train, test))
+        assert result.held_out == 2 and result.trained == 3
+    whole = find_contamination(train, make_problems("1 2+34="))  # the whole text
+    assert whole.shared == (("t 0", "t 2"),)
     assert find_contamination(train, make_problems("12-34=")).shared == ()
-    assert "1 of 1 held-out problems share 13 words in a row" in str(
-        find_contamination(train, make_problems(" ".join(words)))
-    )
+    said = str(find_contamination(train, make_problems(" ".join(WORDS))))
+    assert "1 of 1 held-out problems share 13 words in a row" in said
 
 
 def test_a_form_of_words_is_no_overlap():
-    instruction = " ".join(f"i{i}" for i in range(20))
-    train = make_problems(*(f"problem {i} is this\n\n{instruction}" for i in range(30)))
-    assert (
-        find_contamination(train, make_problems(f"problem 99 is that\n\n{instruction}")).shared
-        == ()
-    )
-    assert find_contamination(
-        train, make_problems(f"problem 7 is this\n\n{instruction}")
-    ).shared == (("t 0", "t 7"),)
+    form = " ".join(WORDS[:20])
+    train = make_problems(*(f"problem {i} is this\n\n{form}" for i in range(30)))
+    other = make_problems(f"problem 99 is that\n\n{form}", f"problem 7 is this\n\n{form}")
+    assert find_contamination(train, other).shared == (("t 1", "t 7"),)
 
 
 @pytest.mark.slow
 def test_the_overlaps_of_published_splits_are_those_of_a_brute_force_search(shared_data: Path):
     train, test = (load_problems(shared_data / "gsm8k", split=split) for split in ("train", "test"))
+    shared = find_contamination(train, test).shared
+    assert [place for place, _ in shared] == [test[i].place for i in (581, 602, 632)]
     bare = [
-        make_problems(*(str(p.messages[-1]["content"]).split("\n\nReason step")[0] for p in part))
+        make_problems(*(text.split("\n\nReason step")[0] for text in get_contents(part)))
         for part in (train, test)
     ]
-    assert len(find_contamination(train, test).shared) == 3
-    near = [test[i] for i in (581, 602, 632)]
-    result = find_contamination(train, test)
-    assert [pair[0] for pair in result.shared] == [p.place for p in near]
     sample = bare[1].subset([581, 602, 632, *range(0, 40)])
     some = bare[0].subset([406, 1314, 20, *range(100, 160)])
     assert by_brute_force(some, sample) == {0, 1, 2}
     assert len(find_contamination(some, sample).shared) == 3
-
-
-def test_math500_is_not_all_new_to_who_trains_on_the_whole_of_math(shared_data: Path):
-    rows = json.loads((shared_data / "math" / "math500_test.json").read_text())[:5]
-    test = make_problems(*(row["problem"] for row in rows))
-    assert [
-        a for a, _ in find_contamination(make_problems("nothing", rows[3]["problem"]), test).shared
-    ] == ["t 3"]
-
-
-def test_a_template_leaves_the_noise_of_generated_rows():
-    plain, wrapped = (
-        load_problems("addition:noise=0.5", limit=50, prompt_suffix=suffix)
-        for suffix in (None, "!")
-    )
-    for epoch in range(3):
-        for i in range(50):
-            assert wrapped.at(i, epoch).response == plain.at(i, epoch).response
-            assert wrapped.at(i, epoch).messages[-1]["content"].endswith("=!")

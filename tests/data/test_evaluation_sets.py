@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from data_helpers import get_contents, write_rows
 
 from rl.config import DataSettings
 from rl.data import find_default_reward, has_row_splits, load_problems
@@ -26,9 +23,8 @@ IFEVAL = {"key": 1, "prompt": "No commas.", "instruction_id_list": ["punctuation
 IFEVAL |= {"kwargs": [{"num_words": None}]}
 
 
-def write(folder: Path, name: str, *rows: dict[str, Any]) -> str:
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / name)
+def write(folder: Path, *rows: dict[str, Any]) -> str:
+    return str(write_rows(folder / "rows.jsonl", *rows))
 
 
 # -------------------------------------------------------------------------------------------- aime
@@ -37,7 +33,6 @@ def write(folder: Path, name: str, *rows: dict[str, Any]) -> str:
 def test_aime_reads_whole_numbers_to_999(tmp_path: Path):
     file = write(
         tmp_path,
-        "aime.jsonl",
         {"problem": "Find it.", "solution": "It is 73.", "answer": "073", "year": "2024"},
         {"ID": "2024-I-2", "Problem": "And this.", "Answer": 0},
     )
@@ -52,17 +47,17 @@ def test_aime_reads_whole_numbers_to_999(tmp_path: Path):
     ):  # fmt: skip
         assert reward("", response, first.meta) == value, response
     for answer in ("336^\\circ", "336^{\\circ}", "336\u00b0", "336 ^ \\circ "):
-        degrees = write(tmp_path, "degrees.jsonl", {"problem": "p", "answer": answer})
+        degrees = write(tmp_path, {"problem": "p", "answer": answer})
         assert load_problems(f"aime:{degrees}")[0].meta["answer"] == "336"
     for answer in ("1000", "\u00b0", "1000^\\circ", "3\u00b0 4", "-1", "3.5", "x", "", None, True):
-        bad = write(tmp_path, "bad.jsonl", {"problem": "p", "answer": answer})
+        bad = write(tmp_path, {"problem": "p", "answer": answer})
         with pytest.raises(UserError, match="'answer' is an integer from 0 to 999"):
             load_problems(f"aime:{bad}", split="test")
 
 
 def test_a_named_file_of_training_data_holds_out_its_last_tenth(tmp_path: Path):
     rows = [{"problem": f"Find {i}.", "answer": str(i)} for i in range(20)]
-    source = f"math:{write(tmp_path, 'rows.jsonl', *rows)}"
+    source = f"math:{write(tmp_path, *rows)}"
     train, test = load_training_problems(DataSettings(dataset=source), True)
     assert test is not None and [len(train), len(test)] == [18, 2]
     assert not has_row_splits(source)
@@ -75,7 +70,7 @@ def test_a_named_file_of_training_data_holds_out_its_last_tenth(tmp_path: Path):
 
 def test_choices_are_shuffled_by_the_question_alone(tmp_path: Path):
     rows = [{**GPQA, "Question": f"Which of {i} is even?"} for i in range(400)]
-    file = write(tmp_path, "gpqa.jsonl", *rows)
+    file = write(tmp_path, *rows)
     problems = load_problems(file, split="test")
     assert find_default_reward(file) == find_default_reward(f"gpqa:{file}") == "multiple_choice"
     letters = Counter()
@@ -90,16 +85,17 @@ def test_choices_are_shuffled_by_the_question_alone(tmp_path: Path):
     # each position is equally likely: 100 +- 4 standard deviations of 8.7
     assert set(letters) == set("ABCD") and all(65 < count < 135 for count in letters.values())
     # other rows, their order and a limit have no effect
-    again = load_problems(write(tmp_path, "few.jsonl", *rows[7:2:-1]), split="test", limit=4)
+    few = write_rows(tmp_path / "few.jsonl", *rows[7:2:-1])
+    again = load_problems(few, split="test", limit=4)
     assert [p.meta for p in again] == [problems[i].meta for i in (7, 6, 5, 4)]
 
 
 def test_choices_in_a_list_keep_their_order(tmp_path: Path):
     row = {"question": "Even?", "choices": ["one", "two", "three"], "answer": 1, "subject": "maths"}
-    (problem,) = load_problems(write(tmp_path, "rows.jsonl", row))
+    (problem,) = load_problems(write(tmp_path, row))
     assert problem.meta == {"answer": "B", "choices": row["choices"], "subject": "maths"}
     letter = {"question": "Even?", "options": ["one", "two"], "answer": "b"}
-    assert load_problems(write(tmp_path, "rows.jsonl", letter))[0].meta["answer"] == "B"
+    assert load_problems(write(tmp_path, letter))[0].meta["answer"] == "B"
     for change, message in (
         ({"answer": 3}, "'answer' is a letter from A to C or a position from 0 to 2, this is 3"),
         ({"answer": "ß"}, "'answer' is a letter from A to C"),  # two letters in upper case
@@ -109,12 +105,12 @@ def test_choices_in_a_list_keep_their_order(tmp_path: Path):
         ({"choices": "one, two"}, "'choices' is a list"),
     ):
         with pytest.raises(UserError, match=message):
-            load_problems(write(tmp_path, "rows.jsonl", {**row, **change}))
+            load_problems(write(tmp_path, {**row, **change}))
 
 
 def test_a_row_with_a_prompt_is_no_multiple_choice(tmp_path: Path):
     row = {"prompt": "Say B.", "question": "Even?", "choices": ["1", "2"], "answer": "B"}
-    file = write(tmp_path, "rows.jsonl", row)
+    file = write(tmp_path, row)
     (problem,) = load_problems(file)
     assert list(problem.messages) == [{"role": "user", "content": "Say B."}]
     assert problem.meta["question"] == "Even?" and find_default_reward(file) is None
@@ -171,37 +167,12 @@ def test_a_multiple_choice_needs_a_letter_of_its_choices():
 
 
 def test_ifeval_is_read_by_its_columns(tmp_path: Path):
-    file = write(tmp_path, "rows.jsonl", IFEVAL)
+    file = write(tmp_path, IFEVAL)
     (problem,) = load_problems(file)
-    assert list(problem.messages) == [{"role": "user", "content": "No commas."}]
-    assert problem.meta == {
-        "key": 1,
-        "instruction_id_list": IFEVAL["instruction_id_list"],
-        "kwargs": [{}],
-    }
+    assert get_contents([problem]) == ["No commas."] and len(problem.messages) == 1
+    instructions = {"instruction_id_list": IFEVAL["instruction_id_list"], "kwargs": [{}]}
+    assert problem.meta == {"key": 1, **instructions}
     assert find_default_reward(file) == find_default_reward(f"ifeval:{file}") == "ifeval"
     bad = {**IFEVAL, "instruction_id_list": ["punctuation:no_dash"]}
     with pytest.raises(UserError, match="line 2: unknown instruction 'punctuation:no_dash'"):
-        load_problems(write(tmp_path, "rows.jsonl", IFEVAL, bad))
-
-
-# ----------------------------------------------------------------------------------------- offline
-
-
-@pytest.mark.slow
-def test_a_short_name_without_network_and_cache_names_the_local_alternative(tmp_path: Path):
-    code = (
-        "from rl.data import load_problems\n"
-        "from rl.errors import UserError\n"
-        "for name in ('aime', 'aime25', 'gpqa', 'ifeval'):\n"
-        "    try: load_problems(name, split='test')\n"
-        "    except UserError as error: print(str(error).replace(chr(10), ' '))\n"
-    )
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-    )
-    lines = done.stdout.splitlines()
-    for line, name in zip(lines, ("aime", "aime25", "gpqa", "ifeval"), strict=True):
-        assert f"{name}:FILE with the same columns" in line and "cannot be loaded" in line
-        assert ("is gated: accept its conditions at" in line) == (name == "gpqa")
+        load_problems(write(tmp_path, IFEVAL, bad))

@@ -17,110 +17,54 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from data_helpers import SAID, USER
 from fuzzing import ACCEPTED, REFUSED
+from offline_hub import byte_tokenizer
 
 from rl.data import load_problems, load_rollouts
 from rl.errors import UserError
 from rl.jsonl import format_json_line
 from rl.renderers import get_renderer
 
-USER, SAID = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
-CALLS = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
-}
-DRAWN = {
-    "group": 0,
-    "index": 0,
-    "tag": "t",
-    "problem": 7,
-    "prompt": "a?",
-    "response": "b",
-    "reward": 1.0,
-    "temperature": 1.0,
-    "prompt_tokens": [1, 2],
-    "response_tokens": [3, 4],
-    "logprobs": [-0.5, -0.25],
-}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+TOOL = {"role": "tool", "content": "1"}
+PARTS = [{"type": "text", "text": "a?"}]
+OTHER = {**SAID, "content": "c"}
+TESTS = '[{"input": "[1]", "output": "2", "testtype": "functional"}]'
+PAIRS = {"format": "preferences"}
+# format: (a good row, settings that read it; None: of load_rollouts)
 SHAPES = {
-    "columns": (
-        {"prompt": "a?", "answer": "b", "response": "c", "level": 3},
-        {"response_column": "response"},
-    ),
-    "messages": (
-        {"messages": [{"role": "system", "content": "s"}, USER, SAID, USER, SAID], "answer": "b"},
-        {},
-    ),
-    "tools": ({"messages": [USER, CALLS, {"role": "tool", "content": "1"}, SAID, USER, SAID]}, {}),
-    "parts": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a?"}]}, SAID]},
-        {},
-    ),
+    "columns": ({"prompt": "a?", "answer": "b", "response": "c", "level": 3},
+                {"response_column": "response"}),
+    "messages": ({"messages": [{"role": "system", "content": "s"}, USER, SAID, USER, SAID],
+                  "answer": "b"}, {}),
+    "tools": ({"messages": [USER, CALLS, TOOL, SAID, USER, SAID]}, {}),
+    "parts": ({"messages": [{"role": "user", "content": PARTS}, SAID]}, {}),
     "alpaca": ({"instruction": "a", "input": "i", "output": "b"}, {}),
     "gsm8k": ({"question": "a?", "answer": "1+1=<<1+1=2>>2\n#### 2"}, {}),
     "math": ({"problem": "a?", "solution": "so \\boxed{\\frac{1}{2}}", "level": "Level 1"}, {}),
-    "mbpp": (
-        {
-            "task_id": 601,
-            "text": "a?",
-            "code": "def f(): return 1",
-            "test_list": ["assert f() == 1"],
-            "test_setup_code": "",
-        },
-        {},
-    ),
-    "humaneval": (
-        {
-            "prompt": "def f():\n",
-            "canonical_solution": "    return 1\n",
-            "entry_point": "f",
-            "test": "def check(c):\n    assert c()",
-        },
-        {},
-    ),
-    "apps": (
-        {
-            "question": "a?",
-            "input_output": '{"inputs": ["1"], "outputs": ["2"]}',
-            "solutions": '["print(2)"]',
-        },
-        {},
-    ),
-    "livecodebench": (
-        {
-            "question_content": "a?",
-            "public_test_cases": '[{"input": "[1]", "output": "2", "testtype": "functional"}]',
-            "private_test_cases": "[]",
-            "starter_code": "class Solution: pass",
-            "metadata": '{"func_name": "f"}',
-        },
-        {},
-    ),
-    "pairs": ({"prompt": "a?", "chosen": "b", "rejected": "c"}, {"format": "preferences"}),
-    "pairs of messages": (
-        {"chosen": [USER, SAID], "rejected": [USER, {**SAID, "content": "c"}]},
-        {"format": "preferences"},
-    ),
-    "dialogues": (
-        {"chosen": "\n\nHuman: a?\n\nAssistant: b", "rejected": "\n\nHuman: a?\n\nAssistant: c"},
-        {"format": "preferences"},
-    ),
-    "labelled": (
-        {"input": "a?", "output_1": "b", "output_2": "c", "label": 2},
-        {"format": "preferences"},
-    ),
-    "drawn": (DRAWN, None),
+    "mbpp": ({"task_id": 601, "text": "a?", "code": "def f(): return 1",
+              "test_list": ["assert f() == 1"], "test_setup_code": ""}, {}),
+    "humaneval": ({"prompt": "def f():\n", "canonical_solution": "    return 1\n",
+                   "entry_point": "f", "test": "def check(c):\n    assert c()"}, {}),
+    "apps": ({"question": "a?", "input_output": '{"inputs": ["1"], "outputs": ["2"]}',
+              "solutions": '["print(2)"]'}, {}),
+    "livecodebench": ({"question_content": "a?", "public_test_cases": TESTS,
+                       "private_test_cases": "[]", "starter_code": "class Solution: pass",
+                       "metadata": '{"func_name": "f"}'}, {}),
+    "pairs": ({"prompt": "a?", "chosen": "b", "rejected": "c"}, PAIRS),
+    "pairs of messages": ({"chosen": [USER, SAID], "rejected": [USER, OTHER]}, PAIRS),
+    "dialogues": ({"chosen": "\n\nHuman: a?\n\nAssistant: b",
+                   "rejected": "\n\nHuman: a?\n\nAssistant: c"}, PAIRS),
+    "labelled": ({"input": "a?", "output_1": "b", "output_2": "c", "label": 2}, PAIRS),
+    "drawn": ({"group": 0, "index": 0, "tag": "t", "problem": 7, "prompt": "a?", "response": "b",
+               "reward": 1.0, "temperature": 1.0, "prompt_tokens": [1, 2],
+               "response_tokens": [3, 4], "logprobs": [-0.5, -0.25]}, None),
     "published": ({"question": "a?", "code": ["b", "c"], "score": [True, 0.5], "level": 1}, None),
-    "solved": (
-        {
-            "question": "a?",
-            "big": {"solution": "b", "is_correct": "True"},
-            "small": {"solution": "c", "is_correct": False},
-        },
-        None,
-    ),
-}
+    "solved": ({"question": "a?", "big": {"solution": "b", "is_correct": "True"},
+                "small": {"solution": "c", "is_correct": False}}, None),
+}  # fmt: skip
 FILES = ("jsonl", "jsonl.gz", "json", "json.gz")
 
 
@@ -132,49 +76,13 @@ def nested(depth):
 
 
 ODD = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    2,
-    1.5,
-    -0.0,
-    10**400,
-    2**63,
-    -(2**70),
-    1e308,
-    float("nan"),
-    float("inf"),
-    "",
-    " ",
-    "x",
-    "<|im_end|>",
-    "\ud800",
-    "a\udfff",
-    "\0",
-    "\u202e",
-    "#### 3",
-    "9" * 5000,
-    [],
-    {},
-    [[]],
-    [1, "a", None],
-    {"role": "user"},
-    {"content": "x"},
-    [USER],
-    [SAID],
-    ["x"],
-    nested(60),
-    nested(80),
-    {"a": {"b": [1]}},
-    [{"type": "text", "text": "x"}],
-    [{"type": "image", "image": "x"}],
-    [{"type": "text", "text": 3}],
-    [True, False],
-    [-1],
-    [2**40],
-]
+    None, True, False, 0, -1, 2, 1.5, -0.0, 10**400, 2**63, -(2**70), 1e308, float("nan"),
+    float("inf"), "", " ", "x", "<|im_end|>", "\ud800", "a\udfff", "\0", "\u202e", "#### 3",
+    "9" * 5000, [], {}, [[]], [1, "a", None], {"role": "user"}, {"content": "x"}, [USER], [SAID],
+    ["x"], nested(60), nested(80), {"a": {"b": [1]}}, [{"type": "text", "text": "x"}],
+    [{"type": "image", "image": "x"}], [{"type": "text", "text": 3}], [True, False], [-1], [2**40],
+]  # fmt: skip
+ODD_KEYS = ["role", "content", "tool_calls", "reasoning_content", "x", "\ud800", ""]
 
 
 def mutate_row(row, rng):
@@ -189,11 +97,7 @@ def mutate_row(row, rng):
         elif what < 0.75:
             del where[key]
         elif isinstance(where, dict):
-            where[
-                rng.choice(
-                    ["role", "content", "tool_calls", "reasoning_content", "x", "\ud800", ""]
-                )
-            ] = copy.deepcopy(rng.choice(ODD))
+            where[rng.choice(ODD_KEYS)] = copy.deepcopy(rng.choice(ODD))
         else:
             where.append(copy.deepcopy(rng.choice(ODD)))
         if not row:
@@ -211,31 +115,20 @@ def _places(value):
 def damage_bytes(text, rng):
     """Return damaged bytes of a line or a file."""
     at = rng.randrange(len(text))
-    return rng.choice(
-        [
-            text[:at],
-            text[:at] + bytes([rng.randrange(256)]) + text[at + 1 :],
-            text[at:],
-            text + b"}",
-            text[:at] + b"\xff" + text[at:],
-            text[:at] + b'"\\ud83d"' + text[at:],
-            b"[" * 100_000,
-            b'{"a":' * 5000,
-            text + text,
-            text.replace(b":", b"", 1),
-            b"\xef\xbb\xbf" + text,
-            b"",
-            b"\x00" * 9,
-        ]
-    )
+    before, after = text[:at], text[at:]
+    return rng.choice([
+        before, before + bytes([rng.randrange(256)]) + after[1:], after, text + b"}",
+        before + b"\xff" + after, before + b'"\\ud83d"' + after, b"[" * 100_000, b'{"a":' * 5000,
+        text + text, text.replace(b":", b"", 1), b"\xef\xbb\xbf" + text, b"", b"\x00" * 9,
+    ])  # fmt: skip
 
 
-def write_rows(path, rows, damage=None):
+def write_file(path, rows, damage=None):
     """Write `rows` as the kind of file that `path` names; `damage` modifies its bytes."""
     lines = [json.dumps(row).encode() for row in rows]
-    text = (
-        b"\n".join(lines) + b"\n" if ".jsonl" in path.suffixes else b"[" + b",\n".join(lines) + b"]"
-    )
+    text = b"[" + b",\n".join(lines) + b"]"
+    if ".jsonl" in path.suffixes:
+        text = b"\n".join(lines) + b"\n"
     text = gzip.compress(text, mtime=0) if path.suffix == ".gz" else text
     path.write_bytes(text if damage is None else damage(text))
     return path
@@ -243,9 +136,9 @@ def write_rows(path, rows, damage=None):
 
 def load(path, shape, **more):
     settings = SHAPES[shape][1]
-    return (
-        load_rollouts(path, **more) if settings is None else load_problems(path, **settings, **more)
-    )
+    if settings is None:
+        return load_rollouts(path, **more)
+    return load_problems(path, **settings, **more)
 
 
 def check_problem(problem, renderer):
@@ -264,43 +157,27 @@ def check_problem(problem, renderer):
     format_json_line({"meta": repr(problem.meta)}).encode()
     repr(json.dumps(problem.meta)).encode()
     for answer in problem.answers:
-        assert (
-            isinstance(answer.text, str)
-            and isinstance(answer.reward, float)
-            and abs(answer.reward) < 1e301
-        )
+        assert isinstance(answer.text, str) and isinstance(answer.reward, float)
+        assert abs(answer.reward) < 1e301
         for tokens in (answer.tokens or (), answer.prompt_tokens or ()):
             assert all(type(token) is int and 0 <= token < 2**31 for token in tokens)
-        assert (
-            answer.logprobs is None
-            or all(abs(x) < 1e301 for x in answer.logprobs)
-            and len(answer.logprobs) == len(answer.tokens)
-        )
+        if answer.logprobs is not None:
+            assert all(abs(x) < 1e301 for x in answer.logprobs)
+            assert len(answer.logprobs) == len(answer.tokens)
         assert answer.temperature is None or answer.temperature > 0
 
 
 @functools.cache
 def byte_renderer():
     """Return a renderer over bytes, which can encode every text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({token: i for i, token in enumerate(["<eos>", *alphabet])}, []))
-    core.pre_tokenizer, core.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    return get_renderer(
-        "role_colon", PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
-    )
+    return get_renderer("role_colon", byte_tokenizer(["<eos>"]))
 
 
 @functools.cache
 def asked_in_good_rows(shape):
     """Return the messages of the good rows of a format."""
     with tempfile.TemporaryDirectory() as folder:
-        return load(write_rows(Path(folder) / "good.jsonl", [SHAPES[shape][0]]), shape)[0].messages
+        return load(write_file(Path(folder) / "good.jsonl", [SHAPES[shape][0]]), shape)[0].messages
 
 
 def check_mutated_row(shape, kind, rng, folder):
@@ -309,7 +186,7 @@ def check_mutated_row(shape, kind, rng, folder):
     """
     good, outcome = SHAPES[shape][0], ACCEPTED
     bad = mutate_row(good, rng)
-    path = write_rows(folder / f"rows.{kind}", [good, good, bad, good])
+    path = write_file(folder / f"rows.{kind}", [good, good, bad, good])
     try:
         result = load(path, shape)
     except UserError as error:
@@ -329,7 +206,7 @@ def check_mutated_row(shape, kind, rng, folder):
 
 def check_damaged_file(shape, kind, rng, folder):
     """Damage one line of a file, or its compressed bytes: the result is valid rows or an error."""
-    path = write_rows(
+    path = write_file(
         folder / f"file.{kind}", [SHAPES[shape][0]] * 4, lambda text: damage_bytes(text, rng)
     )
     try:
@@ -395,32 +272,19 @@ def test_found_by_many_more():
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 def test_a_file_that_is_cut_off_is_refused_whatever_is_skipped(on_bad_row, tmp_path):
-    whole = write_rows(
-        tmp_path / "rows.jsonl.gz", [{"prompt": f"{i} " + "x" * (i % 50)} for i in range(2000)]
-    )
-    text = whole.read_bytes()
-    for number, part in enumerate(
-        (text[:-1], text[: len(text) // 2], text[:3], b"no gzip", text[:-6] + b"xxxxxx")
-    ):
+    rows = [{"prompt": f"{i} " + "x" * (i % 50)} for i in range(2000)]
+    text = write_file(tmp_path / "rows.jsonl.gz", rows).read_bytes()
+    parts = (text[:-1], text[: len(text) // 2], text[:3], b"no gzip", text[:-6] + b"xxxxxx")
+    for number, part in enumerate(parts):
         path = tmp_path / f"{number}.jsonl.gz"
         path.write_bytes(part)
-        with pytest.raises(
-            UserError,
-            match=(
-                rf"{number}.jsonl.gz is cut off or damaged after line \d+ .*: fetch or write it "
-                rf"anew"
-            ),
-        ):
+        says = rf"{path.name} is cut off or damaged after line \d+ .*: fetch or write it anew"
+        with pytest.raises(UserError, match=says):
             load_problems(path, on_bad_row=on_bad_row)
 
 
 def test_where_no_row_is_good_skipping_says_so(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": 3}, {"prompt": ""}])
-    with pytest.raises(
-        UserError,
-        match=(
-            "(?s)no row is left where bad ones are skipped; 2 bad rows.*rows.jsonl line 1: "
-            "'prompt' is a int"
-        ),
-    ):
+    path = write_file(tmp_path / "rows.jsonl", [{"prompt": 3}, {"prompt": ""}])
+    says = "(?s)no row is left where bad ones are skipped; 2 bad rows.*line 1: 'prompt' is a int"
+    with pytest.raises(UserError, match=says):
         load_problems(path, on_bad_row="skip")

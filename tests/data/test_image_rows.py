@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from data_helpers import write_rows
 from PIL import Image
 from seeing import chunk, encode_parts, make_image, make_png, permute_pixels
 
@@ -17,7 +18,7 @@ from rl.data import load_problems
 from rl.data.synthetic.shape_images import COLOURS
 from rl.errors import UserError
 from rl.images import get_image_reader, make_image_chunk, open_image
-from rl.models import load_tokenizer
+from rl.models import load_model, load_tokenizer
 from rl.renderers import get_renderer
 from rl.reporting.rollout_html import render_page
 from rl.rollout import Trajectory, Transition, trajectory_to_datums
@@ -42,12 +43,12 @@ def renderer(tokenizer):
 
 
 def make_messages(*parts):
-    return [
-        {
-            "role": "user",
-            "content": [p if isinstance(p, dict) else {"type": "text", "text": p} for p in parts],
-        }
-    ]
+    content = [p if isinstance(p, dict) else {"type": "text", "text": p} for p in parts]
+    return [{"role": "user", "content": content}]
+
+
+def show(seed):
+    return {"type": "image", "image": make_image(seed)}
 
 
 # -------------------------------------------------------------------------------------------- forms
@@ -55,36 +56,21 @@ def make_messages(*parts):
 
 def test_every_form_of_an_image_is_the_same_pixels(tmp_path):
     data = make_png(1)
-    (tmp_path / "a.png").write_bytes(data)
-    (tmp_path / "a b.png").write_bytes(data)
-    text = base64.b64encode(data).decode()
+    for name in ("a.png", "a b.png"):
+        (tmp_path / name).write_bytes(data)
+    path, text = tmp_path / "a.png", base64.b64encode(data).decode()
+    address = f"data:image/png;base64,{text}"
     forms = [
-        data,
-        bytearray(data),
-        str(tmp_path / "a.png"),
-        tmp_path / "a.png",
-        text,
-        f"data:image/png;base64,{text}",
-        make_image(1),
-    ]
-    forms += [
-        {"bytes": data, "path": None},
-        {"bytes": None, "path": str(tmp_path / "a.png")},
-        (tmp_path / "a b.png").as_uri(),
-        ImageChunk(data, "png"),
-    ]
-    forms += [
-        {"url": f"data:image/png;base64,{text}"},
-        make_png(1, form="BMP"),
-        make_png(1, form="TIFF"),
-    ]
+        data, bytearray(data), str(path), path, text, address, make_image(1),
+        {"bytes": data, "path": None}, {"bytes": None, "path": str(path)}, {"url": address},
+        (tmp_path / "a b.png").as_uri(), ImageChunk(data, "png"),
+        make_png(1, form="BMP"), make_png(1, form="TIFF"),
+    ]  # fmt: skip
     expected = np.asarray(make_image(1))
     for form in forms:
         assert np.array_equal(np.asarray(open_image(make_image_chunk(form))), expected), type(form)
-    assert (
-        make_image_chunk(make_png(1, form="JPEG")).format == "jpeg"
-        and make_image_chunk("a.png", tmp_path).format == "png"
-    )
+    assert make_image_chunk(make_png(1, form="JPEG")).format == "jpeg"
+    assert make_image_chunk("a.png", tmp_path).format == "png"
 
 
 def test_a_file_address_may_be_relative_and_hold_any_character(tmp_path):
@@ -110,20 +96,28 @@ def test_small_images_as_bare_base64_are_no_file_names(tmp_path, side, seed):
     assert text.find("/") > 255 and len(text) < 4096
     assert make_image_chunk(text).data == data
     row = {"question": "what?", "image": text, "answer": "x"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    (problem,) = load_problems(tmp_path / "rows.jsonl", prompt_column="question")
+    path = write_rows(tmp_path / "rows.jsonl", row)
+    (problem,) = load_problems(path, prompt_column="question")
     (image,) = [p["image"] for p in problem.messages[-1]["content"] if p["type"] == "image"]
     assert image.data == data
 
 
-def test_what_is_no_image_is_an_error_that_says_so(tmp_path):
-    cut = make_png(1)[:-30]
-    wrong = {"damaged": cut, "no image file": "missing.png", "neither a file nor base64": "%" * 200}
-    wrong |= {"not downloaded": "https://a.b/c.png", "int": 3}
-    wrong |= {"not an image, or": b"hello", "data: address of the form": "data:image/png,abc"}
-    for text, form in wrong.items():
-        with pytest.raises(UserError, match=text):
-            make_image_chunk(form, tmp_path)
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (make_png(1)[:-30], "damaged"),
+        ("missing.png", "no image file"),
+        ("%" * 200, "neither a file nor base64"),
+        ("https://a.b/c.png", "not downloaded"),
+        (3, "int"),
+        (b"hello", "not an image, or"),
+        ("data:image/png,abc", "data: address of the form"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_no_image_is_an_error_that_says_so(tmp_path, form, says):
+    with pytest.raises(UserError, match=says):
+        make_image_chunk(form, tmp_path)
 
 
 def test_an_image_lies_upright_and_on_white():
@@ -159,19 +153,17 @@ def test_an_image_chunk_takes_the_tokens_that_the_model_makes_of_it(tokenizer):
         _ = inputs.length
     result = resolve_images(inputs, {"tokenizer": tokenizer, "base_model": "tiny:vision"})
     assert result.length == 4 + 24 + 1 and result.images_with_positions()[0][0] == 4
-    assert result.token_ids() == [
-        *tokenizer.encode("see "),
-        *[reader.image_token_id] * 24,
-        *tokenizer.encode("."),
-    ]
+    pads = [reader.image_token_id] * 24
+    assert result.token_ids() == [*tokenizer.encode("see "), *pads, *tokenizer.encode(".")]
     with pytest.raises(ValueError, match="image chunk"):
         result.to_ints()  # reading the tokens without the images is an error
-    expected = ModelInput([ImageChunk(inputs.chunks[1].data, "png", expected_tokens=24)])
-    assert reader.resolve_tokens(expected).length == 24
+
+    def expect(tokens):
+        return ModelInput([ImageChunk(inputs.chunks[1].data, "png", expected_tokens=tokens)])
+
+    assert reader.resolve_tokens(expect(24)).length == 24
     with pytest.raises(ValueError, match="takes 24 tokens in this model, expected_tokens is 25"):
-        reader.resolve_tokens(
-            ModelInput([ImageChunk(inputs.chunks[1].data, "png", expected_tokens=25)])
-        )
+        reader.resolve_tokens(expect(25))
     with pytest.raises(ValueError, match="is not local"):
         reader.resolve_tokens(ModelInput([ImageAssetPointerChunk("png", "tinker://x")]))
     assert pickle.loads(pickle.dumps(reader)).resolve_tokens(inputs) == result
@@ -179,42 +171,29 @@ def test_an_image_chunk_takes_the_tokens_that_the_model_makes_of_it(tokenizer):
 
 def test_a_model_of_text_says_that_it_cannot_see(tokenizer):
     plain = load_tokenizer("tiny:ascii")
+    info = {"tokenizer": plain, "base_model": "tiny:ascii"}
     inputs = ModelInput([EncodedTextChunk([3]), chunk(1)])
     with pytest.raises(UserError, match="tiny:ascii supports only text, but got an image"):
-        resolve_images(inputs, {"tokenizer": plain, "base_model": "tiny:ascii"})
+        resolve_images(inputs, info)
     with pytest.raises(UserError, match="tiny:ascii supports only text"):
-        resolve_datum_images(
-            [Datum(ModelInput.from_ints([1])), Datum(inputs)],
-            {"tokenizer": plain, "base_model": "tiny:ascii"},
-        )
+        resolve_datum_images([Datum(ModelInput.from_ints([1])), Datum(inputs)], info)
     for name in ("plain", "role_colon"):
         for item in (plain, tokenizer):
             with pytest.raises(UserError, match="has an image, but this renderer writes only text"):
-                get_renderer(name, item).build_generation_prompt(
-                    make_messages({"type": "image", "image": make_image(1)})
-                )
+                get_renderer(name, item).build_generation_prompt(make_messages(show(1)))
     plain.chat_template = tokenizer.chat_template
     plain.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
     with pytest.raises(UserError, match="has an image"):
-        get_renderer("chat_template", plain).build_generation_prompt(
-            make_messages({"type": "image", "image": make_image(1)})
-        )
+        get_renderer("chat_template", plain).build_generation_prompt(make_messages(show(1)))
 
 
 def test_an_architecture_whose_images_are_not_known_is_refused_by_name(tmp_path):
-    from rl.models import load_model
-
-    folder = tmp_path / "m"
-    folder.mkdir()
-    (folder / "config.json").write_text(
-        json.dumps({"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]})
-    )
-    (folder / "model.safetensors").write_bytes(b"")
-    with pytest.raises(
-        UserError,
-        match="images are not supported for the architecture 'llava'; supported: qwen2_vl",
-    ):
-        load_model(str(folder))
+    config = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    says = "images are not supported for the architecture 'llava'; supported: qwen2_vl"
+    with pytest.raises(UserError, match=says):
+        load_model(str(tmp_path))
 
 
 def test_an_input_is_cut_and_joined_without_losing_an_image(tokenizer):
@@ -236,176 +215,121 @@ def test_an_input_is_cut_and_joined_without_losing_an_image(tokenizer):
 
 def test_images_stand_where_the_template_has_them(tokenizer, renderer):
     address = "data:image/png;base64," + base64.b64encode(make_png(2, 16, 40)).decode()
-    a, b = (
-        {"type": "image", "image": make_image(1)},
-        {"type": "image_url", "image_url": {"url": address}},
-    )
+    a, b = show(1), {"type": "image_url", "image_url": {"url": address}}
     first = [{"role": "system", "content": "look"}, *make_messages("one", a, "two", b)]
     messages = [*first, {"role": "assistant", "content": "yes"}, *make_messages(a, "again")]
-    pads = {16: "<|image_pad|>" * 16, 10: "<|image_pad|>" * 10}
-    seen = [f"<|vision_start|>{pads[n]}<|vision_end|>" for n in (16, 10)]
-    before = f"<|system|>look<|end|><|user|>one{seen[0]}two{seen[1]}<|end|><|assistant|>yes<|end|><|user|>{seen[0]}again<|end|>"
+    large, small = (f"<|vision_start|>{'<|image_pad|>' * n}<|vision_end|>" for n in (16, 10))
+    before = f"<|system|>look<|end|><|user|>one{large}two{small}<|end|><|assistant|>yes<|end|>"
+    before += f"<|user|>{large}again<|end|>"
     prompt = renderer.build_generation_prompt(messages)
     assert tokenizer.decode(prompt.token_ids()) == f"{before}<|assistant|>"
-    assert [image.data for _, image in prompt.images_with_positions()] == [
-        make_image_chunk(make_image(1)).data,
-        make_png(2, 16, 40),
-        make_image_chunk(make_image(1)).data,
-    ]
-    example, weights = renderer.build_supervised_example(
-        [*messages, {"role": "assistant", "content": "no"}], "all_assistant"
-    )
-    assert (
-        tokenizer.decode([t for t, w in zip(example.token_ids(), weights, strict=True) if w])
-        == "yes<|end|>no<|end|>"
-    )
+    images = [make_image_chunk(make_image(1)).data, make_png(2, 16, 40)]
+    placed = prompt.images_with_positions()
+    assert [image.data for _, image in placed] == [*images, images[0]]
+    messages.append({"role": "assistant", "content": "no"})
+    example, weights = renderer.build_supervised_example(messages, "all_assistant")
+    trained = [t for t, w in zip(example.token_ids(), weights, strict=True) if w]
+    assert tokenizer.decode(trained) == "yes<|end|>no<|end|>"
     assert example.truncate(prompt.length) == prompt and len(example.images_with_positions()) == 3
 
 
 def test_a_turn_is_bridged_to_the_next_with_the_images_of_both(tokenizer, renderer):
-    first = make_messages({"type": "image", "image": make_image(1)}, "what?")
-    new = make_messages("and", {"type": "image", "image": make_image(2)})
+    first, new = make_messages(show(1), "what?"), make_messages("and", show(2))
     prompt, answer = renderer.build_generation_prompt(first), tokenizer.encode("cat<|end|>")
     bridged = renderer.extend_prompt(first, prompt.token_ids(), answer, new)
-    whole = ModelInput.of(
-        bridged.token_ids(), [*prompt.images_with_positions(), *bridged.images_with_positions()]
-    )
-    assert whole == renderer.build_generation_prompt(
-        [*first, {"role": "assistant", "content": "cat"}, *new]
-    )
+    images = [*prompt.images_with_positions(), *bridged.images_with_positions()]
+    whole = [*first, {"role": "assistant", "content": "cat"}, *new]
+    expected = renderer.build_generation_prompt(whole)
+    assert ModelInput.of(bridged.token_ids(), images) == expected
 
 
 def test_text_that_spells_an_image_token_is_text(tokenizer, renderer):
     spelt_out = "<|image_pad|><|vision_start|>"
-    prompt = renderer.build_generation_prompt(
-        make_messages({"type": "image", "image": make_image(1)}, spelt_out)
-    )
+    prompt = renderer.build_generation_prompt(make_messages(show(1), spelt_out))
     assert prompt.token_ids().count(get_image_reader(tokenizer).image_token_id) == 16
     assert spelt_out in tokenizer.decode(prompt.token_ids())[-60:]
 
 
 def test_an_image_of_the_assistant_and_a_place_without_one_are_refused(renderer):
+    shown = {"role": "assistant", "content": [show(1)]}
     with pytest.raises(UserError, match="assistant's and has an image"):
-        shown = [{"type": "image", "image": make_image(1)}]
-        renderer.build_generation_prompt(
-            [*make_messages("a"), {"role": "assistant", "content": shown}, *make_messages("b")]
-        )
+        renderer.build_generation_prompt([*make_messages("a"), shown, *make_messages("b")])
     with pytest.raises(UserError, match="has an image part without an image"):
         renderer.build_generation_prompt(make_messages({"type": "image"}))
 
 
 def test_an_episode_of_two_turns_is_one_datum_and_another_image_begins_another(renderer, tokenizer):
-    first = renderer.build_generation_prompt(
-        make_messages({"type": "image", "image": make_image(1)}, "what?")
-    )
+    first = renderer.build_generation_prompt(make_messages(show(1), "what?"))
     answer = tokenizer.encode("cat<|end|>")
+    ((position, image),) = first.images_with_positions()
 
     def datums(second):
         tail = [*tokenizer.encode("<|user|>"), *tokenizer.encode("<|end|><|assistant|>")]
-        observation = ModelInput.of(
-            [*first.token_ids(), *answer, *tail], [(first.images_with_positions()[0][0], second)]
-        )
+        tokens = [*first.token_ids(), *answer, *tail]
         turns = [
             Transition(ob, SampledSequence(answer, [-0.5] * len(answer)), 1.0, False)
-            for ob in (first, observation)
+            for ob in (first, ModelInput.of(tokens, [(position, second)]))
         ]
         return trajectory_to_datums(Trajectory(turns, advantage=1.0))
 
-    (item,) = datums(first.images_with_positions()[0][1])
-    assert (
-        item.model_input.images_with_positions() == first.images_with_positions()
-        and item.loss_fn_inputs["mask"].array.sum() == 2 * len(answer)
-    )
-    other = permute_pixels(first.images_with_positions()[0][1])
-    swapped = ImageChunk(other.data, "png", tokens=first.images_with_positions()[0][1].tokens)
-    parts = datums(swapped)
-    assert [part.model_input.images_with_positions()[0][1].data for part in parts] == [
-        first.images_with_positions()[0][1].data,
-        swapped.data,
-    ]
+    (item,) = datums(image)
+    assert item.model_input.images_with_positions() == first.images_with_positions()
+    assert item.loss_fn_inputs["mask"].array.sum() == 2 * len(answer)
+    swapped = ImageChunk(permute_pixels(image).data, "png", tokens=image.tokens)
+    parts = [part.model_input.images_with_positions() for part in datums(swapped)]
+    assert [shown.data for ((_, shown),) in parts] == [image.data, swapped.data]
 
 
 # --------------------------------------------------------------------------------------------- rows
 
 
-def rows_file(tmp_path, rows):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def get_contents(problem):
-    return [
-        part["type"] if part["type"] == "image" else part["text"]
-        for part in problem.messages[-1]["content"]
-    ]
+def get_parts(problem):
+    """Return the texts of the prompt, with "image" in place of an image."""
+    content = problem.messages[-1]["content"]
+    return content if isinstance(content, str) else [part.get("text", "image") for part in content]
 
 
 def load_pixels(problem):
-    parts = [
-        part
-        for message in problem.messages
-        for part in message["content"]
-        if part["type"] == "image"
-    ]
-    return [np.asarray(open_image(make_image_chunk(part["image"]))) for part in parts]
+    content = problem.messages[-1]["content"]
+    images = [p["image"] for p in content if isinstance(p, dict) and p["type"] == "image"]
+    return [np.asarray(open_image(make_image_chunk(image))) for image in images]
 
 
 def test_rows_bring_images_in_columns_and_messages(tmp_path):
+    names = ["pics/1.png", "pics/2.png"]
     (tmp_path / "pics").mkdir()
-    for i in (1, 2):
-        (tmp_path / "pics" / f"{i}.png").write_bytes(make_png(i))
+    for seed, name in enumerate(names, start=1):
+        (tmp_path / name).write_bytes(make_png(seed))
     coded = base64.b64encode(make_png(2)).decode()
-    text = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "a"},
-                {"type": "image"},
-                {"type": "image", "image": "pics/2.png"},
-            ],
-        }
-    ]
-    rows = [
-        {"prompt": "what?", "images": ["pics/1.png", "pics/2.png"], "answer": "x"},
-        {"prompt": "<image> and <image>?", "images": ["pics/1.png", coded], "answer": "x"},
-        {"prompt": "what?", "image": coded, "answer": "x"},
-        {"prompt": "what?", "images": None, "answer": "x"},
-        {"prompt": text, "image": "pics/1.png", "answer": "x"},
-    ]
-    result = load_problems(rows_file(tmp_path, rows))
-    assert [
-        get_contents(p)
-        if isinstance(p.messages[-1]["content"], list)
-        else p.messages[-1]["content"]
-        for p in result
-    ] == [
-        ["image", "image", "what?"],
-        ["image", " and ", "image", "?"],
-        ["image", "what?"],
-        "what?",
-        ["a", "image", "image"],
-    ]
-    first, second = np.asarray(make_image(1)), np.asarray(make_image(2))
-    for problem, expected in zip(
-        result, [[first, second], [first, second], [second], [], [first, second]], strict=True
-    ):
-        got = load_pixels(problem) if isinstance(problem.messages[-1]["content"], list) else []
-        assert len(got) == len(expected) and all(
-            np.array_equal(a, b) for a, b in zip(got, expected, strict=True)
-        )
-        assert not set(problem.meta) & {"image"} and problem.meta.get("images") is None
-    streamed = load_problems(rows_file(tmp_path, rows), stream=True)
-    assert [p.messages for p in streamed] == [p.messages for p in result]
+    text = make_messages("a", {"type": "image"}, {"type": "image", "image": names[1]})
+    # (row, parts of the prompt, images)
+    cases = [
+        ({"prompt": "what?", "images": names}, ["image", "image", "what?"], (1, 2)),
+        ({"prompt": "<image> and <image>?", "images": [names[0], coded]},
+         ["image", " and ", "image", "?"], (1, 2)),
+        ({"prompt": "what?", "image": coded}, ["image", "what?"], (2,)),
+        ({"prompt": "what?", "images": None}, "what?", ()),
+        ({"prompt": text, "image": names[0]}, ["a", "image", "image"], (1, 2)),
+    ]  # fmt: skip
+    path = write_rows(tmp_path / "rows.jsonl", *({**row, "answer": "x"} for row, *_ in cases))
+    problems = load_problems(path)
+    for problem, (row, parts, seeds) in zip(problems, cases, strict=True):
+        assert get_parts(problem) == parts
+        expected = [np.asarray(make_image(seed)) for seed in seeds]
+        for pixels, image in zip(load_pixels(problem), expected, strict=True):
+            assert np.array_equal(pixels, image), row
+        assert "image" not in problem.meta and problem.meta.get("images") is None
+    streamed = load_problems(path, stream=True)
+    assert [p.messages for p in streamed] == [p.messages for p in problems]
 
 
 def test_a_bad_image_costs_its_row_with_file_and_line(tmp_path):
     (tmp_path / "cut.png").write_bytes(make_png(1)[:-30])
     (tmp_path / "good.png").write_bytes(make_png(1))
-    bad = [{"image": "cut.png"}, {"image": "gone.png"}, {"image": base64.b64encode(b"no").decode()}]
-    bad.append({"images": ["good.png"], "prompt": "<image><image>"})
-    rows = [{"prompt": "what?", "answer": "x", **row} for row in [{"image": "good.png"}, *bad]]
-    path = rows_file(tmp_path, rows)
+    images = ["good.png", "cut.png", "gone.png", base64.b64encode(b"no").decode()]
+    rows = [{"prompt": "what?", "answer": "x", "image": image} for image in images]
+    rows.append({"prompt": "<image><image>", "answer": "x", "images": ["good.png"]})
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
     with pytest.raises(UserError) as caught:
         load_problems(path)
     for line in (2, 3, 4, 5):
@@ -415,132 +339,100 @@ def test_a_bad_image_costs_its_row_with_file_and_line(tmp_path):
 
 def test_a_column_that_is_named_is_read_and_an_image_feature_as_well(tmp_path):
     datasets = pytest.importorskip("datasets")
-    columns = {
-        "prompt": ["what?", "who?"],
-        "answer": ["x", "y"],
-        "photo": [make_image(1), make_image(2)],
-    }
-    features = datasets.Features(
-        {
-            "prompt": datasets.Value("string"),
-            "answer": datasets.Value("string"),
-            "photo": datasets.Image(),
-        }
-    )
+    kinds = {"prompt": datasets.Value("string"), "answer": datasets.Value("string")}
+    features = datasets.Features({**kinds, "photo": datasets.Image()})
+    columns = {"prompt": ["what?", "who?"], "answer": ["x", "y"]}
+    columns["photo"] = [make_image(1), make_image(2)]
     datasets.Dataset.from_dict(columns, features=features).save_to_disk(str(tmp_path / "set"))
-    result = load_problems(tmp_path / "set", image_column="photo")
-    assert [
-        np.array_equal(load_pixels(p)[0], np.asarray(make_image(i)))
-        for i, p in enumerate(result, start=1)
-    ] == [True, True]
+    for seed, problem in enumerate(load_problems(tmp_path / "set", image_column="photo"), start=1):
+        (pixels,) = load_pixels(problem)
+        assert np.array_equal(pixels, np.asarray(make_image(seed))), seed
+    assert seed == 2
 
 
 # -------------------------------------------------------------------------------- the generated set
 
 
+def read_shown(problem):
+    return np.asarray(open_image(problem.messages[0]["content"][0]["image"])).astype(int)
+
+
+def find_shapes(pixels):
+    """Return a mask of the pixels that differ from the background."""
+    return np.abs(pixels - pixels[0, 0]).max(-1) > 60
+
+
+def count_shapes(pixels):
+    """Count by flood fill."""
+    remaining, number = find_shapes(pixels), 0
+    while remaining.any():
+        number += 1
+        stack = [tuple(np.argwhere(remaining)[0])]
+        while stack:
+            y, x = stack.pop()
+            if 0 <= y < 32 and 0 <= x < 32 and remaining[y, x]:
+                remaining[y, x] = False
+                stack += [(y + 1, x), (y - 1, x), (y, x + 1), (y, x - 1)]
+    return number
+
+
 def test_shapes_are_what_their_answers_say():
-    """Count by flood fill; permuted pixels keep every colour and lose the shapes."""
-
-    def count(image):
-        grey = np.asarray(image).astype(int)
-        remaining = np.abs(grey - grey[0, 0]).max(-1) > 60
-        number = 0
-        while remaining.any():
-            number += 1
-            stack = [tuple(np.argwhere(remaining)[0])]
-            while stack:
-                y, x = stack.pop()
-                if 0 <= y < 32 and 0 <= x < 32 and remaining[y, x]:
-                    remaining[y, x] = False
-                    stack += [(y + 1, x), (y - 1, x), (y, x + 1), (y, x - 1)]
-        return number
-
+    """Permuted pixels keep every colour and lose the shapes."""
     result, blind = load_problems("shapes:rows=60"), load_problems("shapes:rows=60,blind=1")
-    images = [open_image(p.messages[0]["content"][0]["image"]) for p in result]
-    assert [str(count(image)) for image in images] == [p.response for p in result]
-    assert all(p.rejected != p.response for p in result) and {p.response for p in result} == {
-        "1",
-        "2",
-        "3",
-        "4",
-    }
+    answers = [problem.response for problem in result]
+    images = [read_shown(problem) for problem in result]
+    assert [str(count_shapes(image)) for image in images] == answers
+    assert all(p.rejected != p.response for p in result) and set(answers) == set("1234")
     for problem, shuffled, image in zip(result, blind, images, strict=True):
-        other = np.asarray(open_image(shuffled.messages[0]["content"][0]["image"])).reshape(-1, 3)
-        assert shuffled.response == problem.response and sorted(map(tuple, other)) == sorted(
-            map(tuple, np.asarray(image).reshape(-1, 3))
-        )
-    covered = [
-        (np.abs(np.asarray(image).astype(int) - np.asarray(image)[0, 0]).max(-1) > 60).mean()
-        for image in images
-    ]
-    areas = {
-        n: np.mean([area for area, p in zip(covered, result, strict=True) if p.response == n])
-        for n in "1234"
-    }
-    assert max(areas.values()) < 1.5 * min(areas.values())
+        assert shuffled.response == problem.response
+        colours = [sorted(map(tuple, i.reshape(-1, 3))) for i in (image, read_shown(shuffled))]
+        assert colours[0] == colours[1]
+    covered = np.array([find_shapes(image).mean() for image in images])
+    areas = [covered[np.array(answers) == n].mean() for n in "1234"]
+    assert max(areas) < 1.5 * min(areas)
     for problem in load_problems("shapes:ask=colour,rows=20"):
-        image = np.asarray(open_image(problem.messages[0]["content"][0]["image"])).reshape(-1, 3)
-        assert (image == COLOURS[problem.response]).all(-1).sum() > 50
-    for options in (
-        "ask=size",
-        "rows=x",
-        "rows=²",
-        "blind=2",
-        "hue=1",
-        "noise=2",
-        "noise=x",
-        "from=-1",
-    ):
-        with pytest.raises(UserError, match="shapes takes the options"):
-            load_problems(f"shapes:{options}")
+        assert (read_shown(problem) == COLOURS[problem.response]).all(-1).sum() > 50
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["ask=size", "rows=x", "rows=²", "blind=2", "hue=1", "noise=2", "noise=x", "from=-1"],
+)
+def test_options_of_shapes_are_checked(options):
+    with pytest.raises(UserError, match="shapes takes the options"):
+        load_problems(f"shapes:{options}")
 
 
 def test_careless_answers_begin_with_their_epoch_and_are_wrong():
-    result, right = (
-        load_problems("shapes:rows=400,noise=0.25,from=2"),
-        load_problems("shapes:rows=400"),
-    )
-    answers = [problem.response for problem in right]
-    for epoch, share in ((0, 0.0), (1, 0.0), (2, 0.25), (7, 0.25)):
-        inputs = [result.at(i, epoch) for i in range(400)]
-        assert [item.meta["answer"] for item in inputs] == answers and {
-            item.response for item in inputs
-        } == {"1", "2", "3", "4"}
-        wrong = np.mean(
-            [item.response != answer for item, answer in zip(inputs, answers, strict=True)]
-        )
-        assert abs(wrong - share) <= 0.07 * (share > 0)  # 400 draws: three standard deviations
-    assert [result.at(i, 2).response for i in range(400)] != [
-        result.at(i, 3).response for i in range(400)
-    ]
+    result = load_problems("shapes:rows=400,noise=0.25,from=2")
+    right = [problem.response for problem in load_problems("shapes:rows=400")]
+    answers = {epoch: [result.at(i, epoch) for i in range(400)] for epoch in (0, 1, 2, 3, 7)}
+    for epoch, items in answers.items():
+        assert [item.meta["answer"] for item in items] == right
+        assert {item.response for item in items} == set("1234")
+        wrong = np.mean([i.response != answer for i, answer in zip(items, right, strict=True)])
+        # 400 draws: three standard deviations
+        assert wrong == 0 if epoch < 2 else abs(wrong - 0.25) <= 0.07, epoch
+    assert [item.response for item in answers[2]] != [item.response for item in answers[3]]
 
 
 def test_a_fresh_model_that_sees_has_a_tower_that_writes_what_it_sees():
     """Its patches have the same scale as the input; with an initial spread of 0.02 at a width of 64
     they were about a hundred times smaller.
     """
-    from rl.models import load_model
-
-    tower = load_model("tiny:vision", seed=1).model.model.visual
-    patches = torch.randn(
-        64, tower.patch_embed.proj.weight[0].numel(), generator=torch.Generator().manual_seed(0)
+    tower, same, other = (
+        load_model("tiny:vision", seed=seed).model.model.visual.patch_embed for seed in (1, 1, 2)
     )
+    generator = torch.Generator().manual_seed(0)
+    patches = torch.randn(64, tower.proj.weight[0].numel(), generator=generator)
     with torch.no_grad():
-        seen = tower.patch_embed(patches)
-    assert 0.8 < float(seen.std()) < 1.25
-    for seed, same in ((1, True), (2, False)):
-        again = load_model("tiny:vision", seed=seed).model.model.visual
-        assert torch.equal(again.patch_embed.proj.weight, tower.patch_embed.proj.weight) == same
+        assert 0.8 < float(tower(patches).std()) < 1.25
+    assert torch.equal(same.proj.weight, tower.proj.weight)
+    assert not torch.equal(other.proj.weight, tower.proj.weight)
 
 
 def test_the_page_shows_what_was_seen():
-    row = {
-        "prompt": "[image]what?",
-        "response": "x",
-        "reward": 1.0,
-        "images": ["data:image/png;base64,AAAA", "https://a.b/c.png"],
-    }
-    made = render_page([row], title="t", step=1)
-    assert (
-        '<img alt="image 1" src="data:image/png;base64,AAAA">' in made and "https://a.b" not in made
-    )
+    address = "data:image/png;base64,AAAA"
+    row = {"prompt": "[image]what?", "response": "x", "reward": 1.0}
+    made = render_page([{**row, "images": [address, "https://a.b/c.png"]}], title="t", step=1)
+    assert f'<img alt="image 1" src="{address}">' in made and "https://a.b" not in made

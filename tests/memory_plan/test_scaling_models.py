@@ -84,7 +84,7 @@ def test_a_tower_runs_over_patches_and_learns_only_where_it_is_trained(tmp_path)
     """The tower's operations match the counter. The projector reads only one position in four, so
     the model is an upper bound.
     """
-    _, config, tokenizer, processor, _ = seeing._qwen3_vl()
+    _, config, tokenizer, processor, _ = seeing.FAMILIES["qwen3_vl"]()
     config.vision_config.depth = 6
     from transformers import Qwen3VLForConditionalGeneration
 

@@ -11,6 +11,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,22 +26,43 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_what_fails_is_a_row_and_the_rest_is_there(tmp_path):
-    table = gpu.Table("any", tmp_path / "any.csv")
+@pytest.fixture
+def table(tmp_path) -> gpu.Table:
+    return gpu.Table("part", tmp_path / "part.csv")
 
+
+def select(table: gpu.Table, metric: str, *columns: str) -> list:
+    """Return columns of the rows of a metric: a text a row, or a tuple of several."""
+    rows = [row for row in rows_of(table.path) if row["metric"] == metric]
+    if len(columns) == 1:
+        return [row[columns[0]] for row in rows]
+    return [tuple(row[column] for column in columns) for row in rows]
+
+
+def select_failed(table: gpu.Table) -> list[tuple[str, str, str]]:
+    return select(table, "failed", "case", "provider", "value")
+
+
+def raise_no_room(*inputs):
+    raise MemoryError("no room\nand much more")
+
+
+def test_what_fails_is_a_row_and_the_rest_is_there(table):
     def half():
         table.row("first", "ours", "time", 1.5, "ms")
-        raise MemoryError("no room\nand much more")
+        raise_no_room()
+
+    def absent():
+        import a_peer_that_nobody_has  # noqa: F401
 
     assert table.attempt("first", "ours", half) is None
     assert table.attempt("second", "ours", lambda: 7) == 7
+    table.attempt("second", "peer", absent)
     table.row("third", "ours", "time", 2.0)
-    first, failed, third = rows_of(table.path)
-    assert first["value"] == "1.5"
-    assert failed["metric"] == "failed"
-    assert failed["value"] == "MemoryError"
-    assert failed["note"] == "no room"
-    assert third["case"] == "third"
+    assert select(table, "time", "case", "value") == [("first", "1.5"), ("third", "2")]
+    assert select(table, "failed", "value", "note") == [("MemoryError", "no room")]
+    # what this machine has not did not fail
+    assert select(table, "left out", "provider", "value") == [("peer", "ModuleNotFoundError")]
 
 
 def test_parts_of_an_earlier_run_are_merged_and_those_of_a_killed_one_are_not(tmp_path):
@@ -75,7 +97,9 @@ def test_large_traces_do_not_take_the_logs_with_them(tmp_path, monkeypatch):
 def test_a_part_that_is_killed_leaves_its_rows_and_they_are_there_while_it_runs(
     tmp_path, monkeypatch
 ):
-    """The part is killed while its last row and the last character of its log are half written."""
+    """The part is killed while its last row and the last character of its log are half written. Its
+    time is over once its first row has been seen.
+    """
     code = """import sys, time
 sys.stdout.buffer.write("begun \u00e9".encode()[:-1]); sys.stdout.flush()
 with open(sys.argv[1], "a") as file:
@@ -84,34 +108,22 @@ time.sleep(60)"""
     (folder := tmp_path / "parts").mkdir()
     words = [sys.executable, "-c", code, str(folder / "draw.csv")]
     monkeypatch.setattr(gpu, "command_of", lambda *inputs: words)
-    monkeypatch.setattr(gpu, "WATCH_SECONDS", 0.2)
-    looks = []
-    gpu.run_part("draw", folder, True, 4.0, lambda: looks.append(gpu.merge_rows(tmp_path, folder)))
+    monkeypatch.setattr(gpu, "WATCH_SECONDS", 0.05)
+    looks, now = [], [0.0]
+    monkeypatch.setattr(gpu.time, "perf_counter", lambda: now[0])
+
+    def watch():
+        looks.append(gpu.merge_rows(tmp_path, folder))
+        now[0] = 50.0 * any(looks)
+
+    gpu.run_part("draw", folder, True, 40.0, watch)
     assert [row["case"] for row in looks[-1]] == ["first"]
     rows = gpu.collect(tmp_path, folder)
-    assert rows == rows_of(tmp_path / "gpu.csv") and rows[0]["value"] == "1.5"
-    assert len(rows) == 3
-    assert (rows[-2]["metric"], rows[-2]["value"]) == ("status", "stopped after 4 s")
-    assert rows[-2]["note"].startswith("begun")
-    assert rows[-1]["metric"] == "seconds"
-
-
-def failed(result: list[dict[str, str]]) -> list[tuple[str, str, str]]:
-    return [
-        (row["case"], row["provider"], row["value"]) for row in result if row["metric"] == "failed"
-    ]
-
-
-def test_what_this_machine_has_not_is_left_out_and_did_not_fail(tmp_path):
-    table = gpu.Table("any", tmp_path / "any.csv")
-
-    def absent():
-        import a_peer_that_nobody_has  # noqa: F401
-
-    table.attempt("case", "peer", absent)
-    assert [(row["metric"], row["value"]) for row in rows_of(table.path)] == [
-        ("left out", "ModuleNotFoundError")
-    ]
+    assert rows == rows_of(tmp_path / "gpu.csv") and len(rows) == 3
+    first, status, seconds = rows
+    assert first["value"] == "1.5" and seconds["metric"] == "seconds"
+    assert (status["metric"], status["value"]) == ("status", "stopped after 40 s")
+    assert status["note"].startswith("begun")
 
 
 def test_every_part_has_its_seconds_and_what_is_left_over_goes_to_the_next_ones():
@@ -127,10 +139,8 @@ def test_every_part_has_its_seconds_and_what_is_left_over_goes_to_the_next_ones(
         assert gpu.PARTS[part][0] <= mine <= 2 * gpu.PARTS[part][0]
         remaining -= mine
     assert remaining >= 0
-    assert (
-        gpu.seconds_for("decode", names[names.index("decode") + 1 :], float(gpu.LIMIT))
-        == 2 * gpu.PARTS["decode"][0]
-    )
+    after = names[names.index("decode") + 1 :]
+    assert gpu.seconds_for("decode", after, float(gpu.LIMIT)) == 2 * gpu.PARTS["decode"][0]
     assert gpu.seconds_for("decode", names, 7.0) == 7.0  # a run with a shorter limit
 
 
@@ -148,7 +158,7 @@ def test_the_engine_that_the_product_takes_is_timed():
     assert gpu_models.get_cache_settings(True)["ours"] == "paged"
 
 
-def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_made_costs_its_own_rows(table, monkeypatch):
     """Building the second of three models fails. The first and third are still measured with every
     number of rows, with full weights and with LoRA.
     """
@@ -156,45 +166,33 @@ def test_a_model_that_cannot_be_made_costs_its_own_rows(tmp_path, monkeypatch):
 
     def make_model(size, device):
         made.append(size)
-        if size == "1.7B":
-            raise MemoryError("no room")
-        return make("tiny", device)
+        return raise_no_room() if size == "1.7B" else make("tiny", device)
+
+    def measure(table, case, name, *inputs):
+        table.row(case, name, "done", 1)
 
     for module in (gpu_decode, gpu_models):
         monkeypatch.setattr(module, "make_model", make_model)
     monkeypatch.setattr(gpu_decode, "device_of", lambda dry: "cpu")
     monkeypatch.setattr(gpu_decode, "SIZES_TIMED", ("0.5B", "1.7B", "8B"))
-    monkeypatch.setattr(
-        gpu_models, "SIZES", dict.fromkeys(("tiny", "0.5B", "1.7B", "8B"), gpu_models.SIZES["tiny"])
-    )
+    sizes = dict.fromkeys(("tiny", "0.5B", "1.7B", "8B"), gpu_models.SIZES["tiny"])
+    monkeypatch.setattr(gpu_models, "SIZES", sizes)
     for name in ("measure_speed", "peer_speed"):
-        monkeypatch.setattr(
-            gpu_decode, name, lambda table, case, name, *inputs: table.row(case, name, "done", 1)
-        )
+        monkeypatch.setattr(gpu_decode, name, measure)
     monkeypatch.delitem(gpu_models.PEERS, "vllm")
-    table = gpu.Table("decode", tmp_path / "decode.csv")
     gpu_decode.part_decode(table, False)
-    result = rows_of(table.path)
-    providers = ("paged", "plain", "generate", "continuous batching")
     assert made == ["0.5B", "1.7B", "8B"] * 3
-    assert failed(result) == [
-        ("1.7B", name, "MemoryError") for name in ("ours", "generate", "continuous batching")
-    ]
-    done = {(row["case"], row["provider"]) for row in result if row["metric"] == "done"}
-    assert done == {
-        (f"{size}, {rows} rows", name)
-        for size in ("0.5B", "8B")
-        for rows in (1, 64, 256, 1024)
-        for name in providers
-    } | {
-        (f"{size} LoRA, {rows} rows", name)
-        for size in ("0.5B", "8B")
-        for rows in (64, 256, 1024)
-        for name in ("paged", "plain")
-    }
-    assert [row["value"] for row in result if row["provider"] == "trial"] == [
-        "the same samples"
-    ] * 4
+    failed = [("1.7B", name, "MemoryError") for name in ("ours", "generate", "continuous batching")]
+    assert select_failed(table) == failed
+    expected = set()
+    for size in ("0.5B", "8B"):
+        for name in ("paged", "plain", "generate", "continuous batching"):
+            expected |= {(f"{size}, {rows} rows", name) for rows in (1, 64, 256, 1024)}
+        for name in ("paged", "plain"):
+            expected |= {(f"{size} LoRA, {rows} rows", name) for rows in (64, 256, 1024)}
+    assert set(select(table, "done", "case", "provider")) == expected
+    trials = [row["value"] for row in rows_of(table.path) if row["provider"] == "trial"]
+    assert trials == ["the same samples"] * 4
 
 
 @pytest.fixture(scope="module")
@@ -204,15 +202,23 @@ def decoder():
     return make_decoder(gpu_models.make_model("tiny", "cpu"), kind="fast")
 
 
+def last_for(seconds):
+    """Return a stand-in of `seconds_of`, which runs the work and says that it took `seconds`."""
+
+    def seconds_of(run, device):
+        result = run()
+        return seconds, result
+
+    return seconds_of
+
+
 @pytest.mark.parametrize("name", ["paged", "plain"])
-def test_tokens_are_counted_as_the_engine_drew_them(tmp_path, monkeypatch, decoder, name):
-    table = gpu.Table("decode", tmp_path / "decode.csv")
-    monkeypatch.setattr(gpu_decode, "seconds_of", lambda run, device: (run(), 2.0)[::-1])
+def test_tokens_are_counted_as_the_engine_drew_them(table, monkeypatch, decoder, name):
+    monkeypatch.setattr(gpu_decode, "seconds_of", last_for(2.0))
     gpu_decode.measure_speed(table, "tiny", name, decoder, 24, True)
     first, speed, step = rows_of(table.path)
-    assert first["metric"] == "first_two_calls"
-    assert speed["metric"] == "tokens_per_s"
-    assert step["metric"] == "step"
+    metrics = [row["metric"] for row in (first, speed, step)]
+    assert metrics == ["first_two_calls", "tokens_per_s", "step"]
     assert float(speed["value"]) == 24 * 16 / 2.0  # two calls of eight steps
     assert (float(step["value"]), step["unit"]) == (2e3 / 16, "ms")
     assert float(step["floor"]) == pytest.approx(24e3 / float(speed["floor"]), rel=1e-4)
@@ -223,29 +229,25 @@ def test_tokens_are_counted_as_the_engine_drew_them(tmp_path, monkeypatch, decod
         return engine
 
     monkeypatch.setattr(gpu_decode, "engine_of", fewer)
-    table.attempt(
-        "fewer", name, lambda: gpu_decode.measure_speed(table, "fewer", name, decoder, 24, True)
-    )
-    assert failed(rows_of(table.path)) == [("fewer", name, "RuntimeError")]
+    measure = gpu_decode.measure_speed
+    table.attempt("fewer", name, lambda: measure(table, "fewer", name, decoder, 24, True))
+    assert select_failed(table) == [("fewer", name, "RuntimeError")]
 
 
 @pytest.mark.parametrize("size", ["tied", "untied"])
-def test_the_floor_of_a_step_counts_what_it_reads(tmp_path, monkeypatch, size):
+def test_the_floor_of_a_step_counts_what_it_reads(table, monkeypatch, size):
     """The floor of an untied model leaves out the embedding. It counts adapters, and the prompt of
     a group only once.
     """
-    from types import SimpleNamespace
-
     shape = gpu_models.SIZES["tiny"][1] | {"tie_word_embeddings": size == "tied"}
     monkeypatch.setitem(gpu_models.SIZES, size, ("Qwen3", shape))
-    decoders = gpu_decode.make_decoders(gpu.Table("decode", tmp_path / "a.csv"), size, "cpu")
+    decoders = gpu_decode.make_decoders(table, size, "cpu")
     assert list(decoders) == [size, f"{size} LoRA"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_decode, "BANDWIDTH", 1.0)
-        empty = SimpleNamespace(prompt_lengths=np.array([0]), response_lengths=np.array([0]))
-        full = SimpleNamespace(prompt_lengths=np.array([100]), response_lengths=np.array([3, 4]))
-        floors = [gpu_decode.step_floor(d, empty) for d in decoders.values()]
-        cached = gpu_decode.step_floor(decoders[size], full) - floors[0]
+    monkeypatch.setattr(gpu_decode, "BANDWIDTH", 1.0)
+    empty = SimpleNamespace(prompt_lengths=np.array([0]), response_lengths=np.array([0]))
+    full = SimpleNamespace(prompt_lengths=np.array([100]), response_lengths=np.array([3, 4]))
+    floors = [gpu_decode.step_floor(d, empty) for d in decoders.values()]
+    cached = gpu_decode.step_floor(decoders[size], full) - floors[0]
     model = gpu_models.make_model(size, "cpu")
     # Buffers are aligned to a multiple of several bytes.
     assert floors[0] == pytest.approx(2 * (model.num_parameters() - (size != "tied") * 600 * 64))
@@ -254,34 +256,30 @@ def test_the_floor_of_a_step_counts_what_it_reads(tmp_path, monkeypatch, size):
     assert floors[1] - floors[0] >= 2 * ranks
 
 
-def test_the_host_has_what_the_device_does_not_work(tmp_path, monkeypatch, decoder):
+@pytest.mark.parametrize(("name", "profiled"), [("paged", 8), ("plain", 1)])
+def test_the_host_has_what_the_device_does_not_work(table, monkeypatch, decoder, name, profiled):
     """In each profiled call the device is busy for a quarter of a second, and each step takes one
     second.
     """
-    table = gpu.Table("host", tmp_path / "host.csv")
-    monkeypatch.setattr(gpu_decode, "seconds_of", lambda run, device: (run(), 16.0)[::-1])
-    monkeypatch.setattr(gpu_decode, "busy_seconds", lambda run, device: (run(), 0.25)[1])
-    for name, steps in (("paged", 16), ("plain", 16)):
-        gpu_decode.measure_host_share(table, "tiny", name, decoder, 24, True)
-        row = rows_of(table.path)[-1]
-        profiled = 8 if name == "paged" else 1
-        assert row["metric"] == "host_share"
-        assert float(row["value"]) == pytest.approx(1 - (0.25 / profiled) / (16.0 / steps))
+    monkeypatch.setattr(gpu_decode, "seconds_of", last_for(16.0))
+    monkeypatch.setattr(gpu_decode, "busy_seconds", lambda *inputs: last_for(0.25)(*inputs)[0])
+    gpu_decode.measure_host_share(table, "tiny", name, decoder, 24, True)
+    (share,) = select(table, "host_share", "value")
+    assert float(share) == pytest.approx(1 - 0.25 / profiled)
 
 
-def test_a_peer_is_timed_without_its_prompts_and_has_to_give_every_token(tmp_path, monkeypatch):
+def test_a_peer_is_timed_without_its_prompts_and_has_to_give_every_token(table, monkeypatch):
     requests = []
 
     def peer(prompts, new):
         requests.append((len(prompts), new))
         return len(prompts) * new
 
-    monkeypatch.setattr(
-        gpu_decode,
-        "seconds_of",
-        lambda run, device: (5.0 + 0.25 * requests[-1][1], inputs) if (inputs := run()) else None,
-    )
-    table = gpu.Table("decode", tmp_path / "decode.csv")
+    def seconds_of(run, device):
+        result = run()
+        return 5.0 + 0.25 * requests[-1][1], result
+
+    monkeypatch.setattr(gpu_decode, "seconds_of", seconds_of)
     gpu_decode.peer_speed(table, "tiny, 20 rows", "peer", peer, 20, 600, True)
     speeds = {row["metric"]: float(row["value"]) for row in rows_of(table.path)}
     assert requests == [(20, 34), (20, 2), (20, 34)]
@@ -290,15 +288,13 @@ def test_a_peer_is_timed_without_its_prompts_and_has_to_give_every_token(tmp_pat
         "tokens_per_s_with_prompts": pytest.approx(20 * 34 / (5 + 0.25 * 34), rel=1e-5),
     }
     with pytest.raises(RuntimeError, match="67 tokens, not 20 x 2"):
-        gpu_decode.peer_speed(
-            table, "tiny, 20 rows", "peer", lambda prompts, new: 67, 20, 600, True
-        )
+        gpu_decode.peer_speed(table, "tiny", "peer", lambda prompts, new: 67, 20, 600, True)
 
 
 # -------------------------------------------------------------------------------- kernels and setup
 
 
-def test_a_kernel_that_fails_costs_one_row(tmp_path, monkeypatch):
+def test_a_kernel_that_fails_costs_one_row(table, monkeypatch):
     from kernels.tile_config import HOPPER_TILES
 
     class Scores:
@@ -314,32 +310,23 @@ def test_a_kernel_that_fails_costs_one_row(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_kernels, "scores_of", lambda operands, special: Scores(special))
     monkeypatch.setattr(gpu_kernels, "_compare", lambda *inputs: None)
-    table = gpu.Table("branches", tmp_path / "branches.csv")
     gpu_kernels.part_branches(table, True)
-    result = rows_of(table.path)
-    assert failed(result) == [("tiny, forward and entropy", "warp-specialised", "RuntimeError")]
-    done = {
-        (row["case"], row["provider"])
-        for row in result
-        if row["metric"] == "TFLOP/s" and row["provider"] != "cuBLAS"
-    }
+    broken = ("tiny, forward and entropy", "warp-specialised")
+    assert select_failed(table) == [(*broken, "RuntimeError")]
     whats = ("forward", "forward and entropy", "forward that keeps [T, V]", "dlogits of a slab")
     every = {(f"tiny, {what}", name) for what in whats for name in ("older", "warp-specialised")}
-    assert done == every - {("tiny, forward and entropy", "warp-specialised")}
-    chosen = {
-        (row["case"], row["provider"]): row["value"] for row in result if row["metric"] == "chosen"
-    }
+    done = {cell for cell in select(table, "TFLOP/s", "case", "provider") if cell[1] != "cuBLAS"}
+    assert done == every - {broken}
+    chosen = set(select(table, "chosen", "case", "provider"))
     assert {case for case, _ in chosen} == {"bfloat16", "float16", "float32"} and len(chosen) == 6
 
 
-def test_the_attention_that_the_product_chooses_is_a_row(tmp_path):
-    table = gpu.Table("pages", tmp_path / "pages.csv")
+def test_the_attention_that_the_product_chooses_is_a_row(table):
     gpu_kernels._ways(table, "tiny", gpu_kernels._make(gpu_kernels.DRY[0], True))
-    result = rows_of(table.path)
-    assert [row["value"] for row in result if row["metric"] == "way"] == ["triton"]
+    assert select(table, "way", "value") == ["triton"]
 
 
-def test_providers_that_fail_are_rows_and_so_are_calls(tmp_path, monkeypatch):
+def test_providers_that_fail_are_rows_and_so_are_calls(table, monkeypatch):
     from bench import kernels
 
     def absent(problem):
@@ -354,66 +341,47 @@ def test_providers_that_fail_are_rows_and_so_are_calls(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "PROVIDERS", providers)
     for name in ("bench_logits", "bench_tokens"):
         monkeypatch.setattr(kernels, name, broken)
-    table = gpu.Table("kernels", tmp_path / "kernels.csv")
     gpu_kernels.part_kernels(table, True)
-    result = rows_of(table.path)
-    assert [(row["provider"], row["note"]) for row in result if row["metric"] == "left out"] == [
-        ("absent", "not installed")
-    ]
-    assert [case for case, *_ in failed(result)] == [
-        "tiny 64 tokens",
-        "tiny 64 tokens, token_logprob",
-        "policy_loss",
-    ]
-    assert {row["metric"] for row in result if row["provider"] == "_torch"} == {
-        "forward",
-        "backward",
-        "both",
-    }
+    assert select(table, "left out", "provider", "note") == [("absent", "not installed")]
+    failed = ["tiny 64 tokens", "tiny 64 tokens, token_logprob", "policy_loss"]
+    assert select(table, "failed", "case") == failed
+    measured = {row["metric"] for row in rows_of(table.path) if row["provider"] == "_torch"}
+    assert measured == {"forward", "backward", "both"}
 
 
-def test_what_does_not_compile_is_a_row_and_every_timed_model_is_compiled(tmp_path, monkeypatch):
+def test_what_does_not_compile_is_a_row_and_every_timed_model_is_compiled(table, monkeypatch):
     jobs = gpu_compile.list_jobs(False)
     shapes = [shape.model for shape in gpu_kernels.shapes(False)]
     whats = (*gpu_compile.PROVIDERS, "older branch", "draw")
-    assert set(jobs) == {f"{size}, decode" for size in gpu_decode.SIZES_TIMED} | {
-        f"{shape}, {what}" for shape in shapes for what in whats
-    }
+    expected = {f"{size}, decode" for size in gpu_decode.SIZES_TIMED}
+    assert set(jobs) == expected | {f"{shape}, {what}" for shape in shapes for what in whats}
     some = {"bad": (int, ("no number",)), "good": (int, ("1",))}
     monkeypatch.setattr(gpu_compile, "list_jobs", lambda dry: some)
-    table = gpu.Table("compile", tmp_path / "compile.csv")
     gpu_compile.part_compile(table, True)
     results = {row["case"]: (row["metric"], row["unit"]) for row in rows_of(table.path)}
     assert results == {"bad": ("failed", ""), "good": ("compiled_in", "s")}
 
 
 @pytest.mark.parametrize("part", ["group", "agreement", "learner", "trace"])
-def test_a_part_whose_model_cannot_be_made_says_so(tmp_path, monkeypatch, part):
-    def make_model(*inputs):
-        raise MemoryError("no room")
-
+def test_a_part_whose_model_cannot_be_made_says_so(table, monkeypatch, part):
     for module in (gpu_models, gpu_runs):
-        monkeypatch.setattr(module, "make_model", make_model)
-    table = gpu.Table(part, tmp_path / f"{part}.csv")
+        monkeypatch.setattr(module, "make_model", raise_no_room)
     gpu.function_of(part)(table, True)
-    assert {value for _, _, value in failed(rows_of(table.path))} == {"MemoryError"}
+    assert set(select(table, "failed", "value")) == {"MemoryError"}
 
 
 @pytest.mark.parametrize(("part", "package"), [("step", "tyro"), ("sharded", "deepspeed")])
 def test_a_package_that_is_not_installed_is_left_out_before_a_model_is_made(
-    tmp_path, monkeypatch, part, package
+    table, monkeypatch, part, package
 ):
-    monkeypatch.setattr(
-        gpu_runs.importlib.util, "find_spec", lambda name: None if name == package else object()
-    )
+    def find_spec(name):
+        return None if name == package else object()
+
+    monkeypatch.setattr(gpu_runs.importlib.util, "find_spec", find_spec)
     monkeypatch.setattr(gpu_runs, "save", lambda *inputs: pytest.fail("a model was made"))
-    table = gpu.Table(part, tmp_path / f"{part}.csv")
     gpu.function_of(part)(table, True)
-    result = rows_of(table.path)
-    assert {(row["metric"], row["note"]) for row in result} == {
-        ("left out", f"No module named '{package}'")
-    }
-    assert len(result) == 2
+    assert select(table, "left out", "note") == [f"No module named '{package}'"] * 2
+    assert len(rows_of(table.path)) == 2
 
 
 WITHOUT_TYRO = """import pathlib, sys
@@ -434,15 +402,26 @@ def test_only_the_plan_and_the_step_need_tyro(tmp_path):
     command = [sys.executable, "-c", WITHOUT_TYRO, str(tmp_path)]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
-    rows = rows_of(tmp_path / "learner.csv")
-    measured = {row["provider"] for row in rows if row["metric"] == "tokens_per_s"}
-    assert measured == {"kept 0", "ours"}
-    absent = [row for row in rows if row["metric"] == "left out"]
-    assert {row["provider"] for row in absent} == {"kept 0, --plan", "ours, --plan"}
+    table = gpu.Table("learner", tmp_path / "learner.csv")
+    assert set(select(table, "tokens_per_s", "provider")) == {"kept 0", "ours"}
+    assert set(select(table, "left out", "provider")) == {"kept 0, --plan", "ours, --plan"}
+
+
+class ImpatientPopen(subprocess.Popen):
+    """A command whose time is over once it has made the file "ready" in the folder that its last
+    word names.
+    """
+
+    def communicate(self, input=None, timeout=None):
+        if timeout is not None:
+            while not (Path(self.args[-1]) / "ready").exists() and self.poll() is None:
+                time.sleep(0.01)
+            timeout = 0.01
+        return super().communicate(input, timeout)
 
 
 def test_a_run_that_takes_too_long_leaves_the_step_that_it_made_and_time_to_the_next(
-    tmp_path, monkeypatch
+    table, monkeypatch
 ):
     """Stop both runs after two logged steps. Remaining time is split evenly among
     remaining runs.
@@ -454,34 +433,39 @@ with (folder / "metrics.jsonl").open("w") as file:
     for seconds in (9.0, 2.0):
         file.write(json.dumps({"time/step": seconds, "reward": 0.5}) + chr(10))
     file.write('{"time/st')
+(folder.parent / "ready").touch()
 time.sleep(60)"""
-    monkeypatch.setattr(gpu_runs, "save", lambda size, folder, device: folder)
-    run = gpu_runs._run_command
-    limits = []
+    limits, run = [], gpu_runs._run_command
 
-    def _run_command(words, seconds):
+    def run_command(words, seconds):
         limits.append(seconds)
-        run([sys.executable, "-c", code, *words], min(seconds, 3.0))
+        run([sys.executable, "-c", code, *words], seconds)
 
-    monkeypatch.setattr(gpu_runs, "_run_command", _run_command)
+    monkeypatch.setattr(gpu_runs, "save", lambda size, folder, device: folder)
+    monkeypatch.setattr(gpu_runs, "_run_command", run_command)
+    monkeypatch.setattr(gpu_runs.subprocess, "Popen", ImpatientPopen)
     monkeypatch.setenv("WHETSTONE_GPU_END", str(time.time() + 103.0))
-    table = gpu.Table("step", tmp_path / "step.csv")
     gpu_runs.part_step(table, True)
-    result = rows_of(table.path)
-    assert [row["value"] for row in result if row["metric"] == "samples_per_s"] == ["2", "2"]
-    assert [row["value"] for row in result if row["metric"] == "time/step"] == ["2", "2"]
-    assert [row["note"] for row in result if row["metric"] == "failed"] == ["stopped after 3 s"] * 2
+    for metric in ("samples_per_s", "time/step"):
+        assert select(table, metric, "value") == ["2", "2"]
+    stopped = [f"stopped after {seconds:.0f} s" for seconds in limits]
+    assert select(table, "failed", "note") == stopped
     assert 45 < limits[0] <= 50 and 80 < limits[1] <= 97.5
 
 
-def test_a_command_that_takes_too_long_ends_with_its_children_and_with_its_part(tmp_path):
+def test_a_command_that_takes_too_long_ends_with_its_children_and_with_its_part(
+    tmp_path, monkeypatch
+):
     """The command shares the process group of its part, which is killed as a whole."""
     code = """import os, pathlib, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-pathlib.Path(sys.argv[1]).write_text(f"{os.getpgrp()} {child.pid}")
+folder = pathlib.Path(sys.argv[1])
+(folder / "pids").write_text(f"{os.getpgrp()} {child.pid}")
+(folder / "ready").touch()
 child.wait()"""
+    monkeypatch.setattr(gpu_runs.subprocess, "Popen", ImpatientPopen)
     with pytest.raises(RuntimeError, match="stopped after 8 s"):
-        gpu_runs._run_command([sys.executable, "-c", code, str(tmp_path / "pids")], 8.0)
+        gpu_runs._run_command([sys.executable, "-c", code, str(tmp_path)], 8.0)
     group, child = map(int, (tmp_path / "pids").read_text().split())
     assert group == os.getpgrp()
     deadline = time.monotonic() + 10
@@ -498,9 +482,8 @@ def read_state(pid: int) -> str:
         return "gone"
 
 
-def test_the_plan_beside_the_learner_is_of_the_step_that_it_makes(tmp_path):
+def test_the_plan_beside_the_learner_is_of_the_step_that_it_makes(table, tmp_path):
     model = gpu_runs.save("tiny", tmp_path / "model", "cpu")
-    table = gpu.Table("learner", tmp_path / "learner.csv")
     gpu_runs.compare_plan(table, "tiny", "kept 0", model, 2, 32, 0, 1 << 24)
     planned, ratio = rows_of(table.path)
     assert (planned["metric"], ratio["metric"]) == ("planned_bytes", "measured/planned")
@@ -512,10 +495,7 @@ def test_the_plan_beside_the_learner_is_of_the_step_that_it_makes(tmp_path):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (
-            "tests/test_a.py::test_b[x y] PASSED   [ 10%]",
-            ("tests/test_a.py::test_b[x y]", "passed"),
-        ),
+        ("tests/test_a.py::test_b[x y] PASSED [ 10%]", ("tests/test_a.py::test_b[x y]", "passed")),
         ("tests/test_a.py::test_b SKIPPED (why)  [ 1%]", ("tests/test_a.py::test_b", "skipped")),
         ("[gw3] [ 12%] FAILED tests/test_a.py::test_b ", ("tests/test_a.py::test_b", "failed")),
         ("tests/test_a.py::test_b ", None),
@@ -526,16 +506,13 @@ def test_the_outcome_of_a_test_is_read_with_and_without_xdist(line, expected):
     assert gpu_kernels.read_outcome(line) == expected
 
 
-def test_the_verdict_names_what_failed_what_is_slow_and_who_is_faster():
-    def row(part, case, provider, metric, value, floor="", unit="", note=""):
-        return dict(
-            zip(
-                gpu.COLUMNS,
-                [part, case, provider, metric, str(value), unit, str(floor), note],
-                strict=True,
-            )
-        )
+def make_row(part, case, provider, metric, value, floor="", unit="", note=""):
+    cells = [part, case, provider, metric, str(value), unit, str(floor), note]
+    return dict(zip(gpu.COLUMNS, cells, strict=True))
 
+
+def test_the_verdict_names_what_failed_what_is_slow_and_who_is_faster():
+    row = make_row
     rows = [
         row("floors", "8192^3", "torch.mm", "TFLOP/s", 700),
         row("floors", "whole part", "", "seconds", 3.0, unit="s"),
@@ -578,34 +555,23 @@ def test_the_verdict_names_what_failed_what_is_slow_and_who_is_faster():
 
 def test_kernels_are_compared_with_those_that_do_the_same_in_the_same_memory():
     times = {
-        "ours": ("flat", 3.0),
-        "ours_saved": ("logits", 2.0),
-        "ours_frozen": ("flat", 1.0),
-        "torch": ("logits", 2.5),
-        "torch_frozen": ("logits", 1.0),
-        "torch_compile": ("logits", 1.6),
+        "ours": ("flat", 3.0), "ours_saved": ("logits", 2.0), "ours_frozen": ("flat", 1.0),
+        "torch": ("logits", 2.5), "torch_frozen": ("logits", 1.0), "torch_compile": ("logits", 1.6),
         "liger": ("flat", 3.5),
-    }
+    }  # fmt: skip
     rows = [
-        dict(
-            zip(
-                gpu.COLUMNS,
-                ["kernels", "8B", name, "both", str(ms), "ms", "1", f"{memory}, 5 MB"],
-                strict=True,
-            )
-        )
+        make_row("kernels", "8B", name, "both", ms, "1", "ms", f"{memory}, 5 MB")
         for name, (memory, ms) in times.items()
     ]
-    assert gpu_verdict.find_beaten(rows) == [
-        "kernels, 8B: torch_compile is 1.25 times as fast (both)"
-    ]
+    expected = ["kernels, 8B: torch_compile is 1.25 times as fast (both)"]
+    assert gpu_verdict.find_beaten(rows) == expected
 
 
 def test_the_verdict_of_nothing_and_of_figures_that_are_no_numbers():
     lines = gpu_verdict.format_verdict([], "a card").splitlines()
     assert [line.split(":")[0] for line in lines[2:]] == ["- tests", "- next"]
-    cells = ["agreement", "0.5B", "ours", "kl", "nan", "nats", "0.01", ""]
-    text = gpu_verdict.format_verdict([dict(zip(gpu.COLUMNS, cells, strict=True))], "a card")
+    row = make_row("agreement", "0.5B", "ours", "kl", "nan", "0.01", "nats")
+    text = gpu_verdict.format_verdict([row], "a card")
     assert "WRONG in 0.5B, ours: KL nan" in text
 
 
@@ -623,15 +589,8 @@ def test_parts_run_dry(tmp_path):
     and the table exists.
     """
     parts = ["floors", "draw", "group", "decode", "trace"]
-    words = [
-        sys.executable,
-        str(REPO / "bench" / "gpu.py"),
-        "--dry",
-        "--output",
-        str(tmp_path),
-        "--part",
-        *parts,
-    ]
+    words = [sys.executable, str(REPO / "bench" / "gpu.py"), "--dry", "--output", str(tmp_path)]
+    words += ["--part", *parts]
     done = subprocess.run(words, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     result = rows_of(tmp_path / "gpu.csv")
@@ -639,10 +598,6 @@ def test_parts_run_dry(tmp_path):
     assert [row["value"] for row in result if row["metric"] == "status"] == ["done"] * 5
     assert not [row for row in result if row["metric"] == "failed"]
     # few files, so that a machine that returns only a few files returns them all
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "gpu.csv",
-        "parts.tar.gz",
-        "traces.tar",
-        "verdict.md",
-    ]
+    names = ["gpu.csv", "parts.tar.gz", "traces.tar", "verdict.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert (tmp_path / "verdict.md").read_text().startswith("# Verdict")

@@ -35,14 +35,14 @@ def read_cells(path: Path) -> list[dict]:
     return json.loads(path.read_text(encoding="utf-8"))["cells"]
 
 
-def run_notebook(path: Path, steps: int | None = None) -> dict:
-    """Run the code cells in order and return their names. `steps` replaces the run's length."""
+def run_notebook(path: Path, **small: int) -> dict:
+    """Run the code cells in order, with the numbers of `small`, and return their names."""
     names: dict = {"__name__": "__main__"}
     for cell in read_cells(path):
-        source = "".join(cell["source"])
         if cell["cell_type"] == "code":
-            if steps is not None:
-                source = re.sub(r"\bsteps=\d+", f"steps={steps}", source)
+            source = "".join(cell["source"])
+            for name, value in small.items():
+                source = re.sub(rf"\b{name}=\d+", f"{name}={value}", source)
             exec(compile(source, f"{path.name} {cell['id']}", "exec"), names)
     return names
 
@@ -53,13 +53,10 @@ def run_script(folder: Path, monkeypatch, tmp_path: Path, *flags: str) -> None:
     runpy.run_path(str(folder / "train.py"), run_name="__main__")
 
 
-def select_marks(folder: Path) -> list:
-    return [pytest.mark.extras] if folder.name == "agent" else []
-
-
 FOLDERS = [
-    pytest.param(path.parent, id=path.parent.name, marks=select_marks(path.parent))
+    pytest.param(path.parent, id=name, marks=[pytest.mark.extras] if name == "agent" else [])
     for path in SCRIPTS
+    for name in [path.parent.name]
 ]
 
 
@@ -68,11 +65,10 @@ def test_the_table_lists_every_example():
     page = EXAMPLES / "README.md"
     text = page.read_text(encoding="utf-8")
     commands = re.findall(r"`(?:python|jupyter lab) (examples/[\w/.]+)`", text)
-    assert [ROOT / command for command in commands] == [
-        *NOTEBOOKS,
-        *(EXAMPLES / name / "train.py" for name in re.findall(r"^\| \[(\w+)\]", text, re.M)),
-    ]
-    assert {ROOT / command for command in commands} == {*NOTEBOOKS, *SCRIPTS}
+    folders = re.findall(r"^\| \[(\w+)\]", text, re.M)
+    listed = [*NOTEBOOKS, *(EXAMPLES / name / "train.py" for name in folders)]
+    assert [ROOT / command for command in commands] == listed
+    assert set(listed) == {*NOTEBOOKS, *SCRIPTS}
     assert find_broken_links(page, text) == []
 
 
@@ -116,7 +112,7 @@ def test_a_notebook_is_clean(path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    trained = run_notebook(path, steps=2)["trained"]
+    trained = run_notebook(path, steps=2, batch_size=2, group_size=4)["trained"]
     assert trained.metrics[-1]["step"] == 2 and trained._repr_png_()
 
 
@@ -138,8 +134,6 @@ def test_the_first_run_learns(tmp_path, monkeypatch):
 @pytest.mark.campaign
 def test_the_reward_of_the_notebook_is_learned(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rewards = [
-        row["reward/total"]
-        for row in run_notebook(EXAMPLES / "own_reward.ipynb")["trained"].metrics
-    ]
+    trained = run_notebook(EXAMPLES / "own_reward.ipynb")["trained"]
+    rewards = [row["reward/total"] for row in trained.metrics]
     assert rewards[0] < 0.3 and sum(rewards[-5:]) / 5 > 0.65

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkout import REPO, copy_checkout
 from mutant_list import MUTANTS
 
-REPO = Path(__file__).resolve().parents[2]
 FILES = {path.stem: str(path.relative_to(REPO)) for path in (REPO / "tests").rglob("test_*.py")}
 each_mutant = pytest.mark.parametrize(
     "mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.breaks}"
@@ -18,9 +18,7 @@ each_mutant = pytest.mark.parametrize(
 @each_mutant
 def test_every_planted_fault_has_its_place_and_its_tests(mutant):
     result = (REPO / mutant.file).read_text().count(mutant.old)
-    assert result == 1, (
-        f"the text to replace is {result} times in {mutant.file}: point the entry to where that code is now"
-    )
+    assert result == 1, f"the text is {result} times in {mutant.file}: point it to that code"
     assert mutant.new != mutant.old
     missing = [name for name in mutant.tests.split() if f"test_{name}" not in FILES]
     assert not missing, f"no such tests: {missing}"
@@ -29,14 +27,7 @@ def test_every_planted_fault_has_its_place_and_its_tests(mutant):
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
     """Return a copy of the files that git lists."""
-    folder = tmp_path_factory.mktemp("tree")
-    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
-    names = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (REPO / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes((REPO / name).read_bytes())
-    return folder
+    return copy_checkout(tmp_path_factory.mktemp("tree"))
 
 
 @pytest.mark.campaign

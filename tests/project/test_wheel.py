@@ -1,81 +1,74 @@
 """Test the wheel: build it and use it from a folder outside the checkout."""
 
+import json
 import subprocess
 import sys
 import tomllib
 import zipfile
 from email.parser import Parser
-from pathlib import Path
 
 import pytest
+from checkout import REPO, copy_checkout
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import whetstone
 
-REPO = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """Return the folder into which the wheel of the tracked files is installed, and the wheel."""
-    work = tmp_path_factory.mktemp("wheel")
-    source = work / "source"
-    tracked = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    for name in tracked:
-        if (REPO / name).is_file() and not name.startswith(("tests/", "bench/", "tools/", "docs/")):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((REPO / name).read_bytes())
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", str(work), "."]
-    subprocess.run([*pip, *build], cwd=source, check=True, timeout=300)
-    (wheel,) = work.glob("*.whl")
-    target = work / "site"
-    subprocess.run(
-        [*pip, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)],
-        check=True,
-        timeout=300,
-    )
-    return target, wheel
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """Return the wheel of the tracked files, as pip builds it without an isolated environment."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = copy_checkout(folder / "source", leave_out=("tests", "bench", "tools", "docs"))
+    code = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(folder)]
+    subprocess.run(command, cwd=source, check=True, timeout=300, capture_output=True)
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
 
 
-def run(target: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess:
-    """Run the installed command, with the packages of this environment as a fallback."""
-    line = (
-        f"import sys; sys.path.insert(0, {str(target)!r}); import rl as package; "
-        f"assert package.__file__.startswith({str(target)!r}); from whetstone import main; "
-        "sys.exit(main())"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", line, *words], cwd=cwd, capture_output=True, text=True, timeout=300
-    )
+# The installed command, with the packages of this environment as a fallback.
+RUN = """
+import json, sys
+target, commands = sys.argv[1:]
+sys.path.insert(0, target)
+import rl
+from whetstone import main
+assert rl.__file__.startswith(target)
+for command in json.loads(commands):
+    print(f"\\n#### {command}", flush=True)
+    sys.argv = ["whetstone", *command.split()]
+    try:
+        code = main()
+    except SystemExit as end:
+        code = end.code
+    sys.stdout.flush()
+    assert not code, f"{command}: {code}"
+"""
+COMMANDS = [
+    "--version",
+    "train --help",
+    "train grpo --dataset addition --steps 1 --batch-size 2 --output-dir out --quiet",
+    "sample out --prompt 1+1= --max-tokens 4",
+]
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_samples_and_knows_its_version(installed, tmp_path):
-    target, wheel = installed
-    version = run(target, tmp_path, "--version").stdout.strip()
-    assert version.startswith("whetstone ") and version.split()[1] in wheel.name
-    help_page = run(target, tmp_path, "train", "--help")
-    assert help_page.returncode == 0 and "grpo" in help_page.stdout
-    assert "gsm8k.yaml" in help_page.stdout  # the recipes are available
-    words = "train grpo --dataset addition --steps 1 --batch-size 2 --output-dir out --quiet"
-    trained = run(target, tmp_path, *words.split())
-    assert trained.returncode == 0, trained.stderr
-    sampled = run(target, tmp_path, *"sample out --prompt 1+1= --max-tokens 4".split())
-    assert sampled.returncode == 0, sampled.stderr
+def test_the_wheel_trains_samples_and_knows_its_version(wheel, tmp_path):
+    wheel.extractall(tmp_path / "site")
+    command = [sys.executable, "-c", RUN, str(tmp_path / "site"), json.dumps(COMMANDS)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    _, version, help_page, _, sampled = done.stdout.split("\n#### ")
+    name, number = version.splitlines()[1].split()
+    assert name == "whetstone" and number in wheel.filename
+    assert "grpo" in help_page and "gsm8k.yaml" in help_page  # the recipes are available
+    assert len(sampled.splitlines()) > 1
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_what_the_package_reads_and_nothing_else(installed):
-    _, wheel = installed
-    names = set(zipfile.ZipFile(wheel).namelist())
+def test_the_wheel_holds_what_the_package_reads_and_nothing_else(wheel):
+    names = set(wheel.namelist())
     packages = {
         str(path.relative_to(REPO))
         for folder in ("rl", "kernels")
@@ -85,10 +78,9 @@ def test_the_wheel_holds_what_the_package_reads_and_nothing_else(installed):
     recipes = {f"whetstone_scripts/recipes/{p.name}" for p in (REPO / "recipes").glob("*.yaml")}
     scripts = {f"whetstone_scripts/{name.replace('-', '_')}.py" for name in whetstone.SCRIPTS}
     assert packages | recipes | scripts | {"whetstone.py"} <= names
-    assert {name.split("/")[0] for name in names} - {"rl", "kernels", "whetstone_scripts"} == {
-        "whetstone.py",
-        f"whetstone-{wheel.name.split('-')[1]}.dist-info",
-    }
+    (metadata,) = (name.split("/")[0] for name in names if name.endswith("/METADATA"))
+    roots = {"rl", "kernels", "whetstone_scripts", "whetstone.py", metadata}
+    assert {name.split("/")[0] for name in names} == roots
 
 
 def read_requirements(name: str) -> dict[str, Requirement]:
@@ -124,16 +116,10 @@ def test_the_ranges_contain_the_versions_of_the_constraints():
 
 
 @pytest.mark.slow
-def test_the_wheel_requires_ranges_and_what_training_needs_alone(installed):
-    _, wheel = installed
-    (metadata,) = (
-        zipfile.ZipFile(wheel).read(name).decode()
-        for name in zipfile.ZipFile(wheel).namelist()
-        if name.endswith(".dist-info/METADATA")
-    )
-    requirements = [
-        Requirement(text) for text in Parser().parsestr(metadata).get_all("Requires-Dist")
-    ]
+def test_the_wheel_requires_ranges_and_what_training_needs_alone(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = Parser().parsestr(wheel.read(name).decode())
+    requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist")]
     training = {
         canonicalize_name(item.name): item.specifier
         for item in requirements
@@ -142,12 +128,11 @@ def test_the_wheel_requires_ranges_and_what_training_needs_alone(installed):
     listed = read_requirements("requirements.txt")
     assert training == {name: item.specifier for name, item in listed.items()}
     assert not any("==" in str(item.specifier) for item in requirements)  # == might replace torch
-    tools = {"pytest", "pytest-xdist", "ruff", "mypy", "wandb", "trl", "tinker"}
-    assert not tools & set(training)
+    assert not {"pytest", "pytest-xdist", "ruff", "mypy", "wandb", "trl", "tinker"} & set(training)
 
 
 def test_one_file_has_ranges_and_one_has_versions():
-    files = {path.name for path in REPO.glob("*requirements*")} | {
-        path.name for path in REPO.glob("*constraints*")
+    files = {
+        path.name for word in ("requirements", "constraints") for path in REPO.glob(f"*{word}*")
     }
     assert files == {"requirements.txt", "constraints.txt"}

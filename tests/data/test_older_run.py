@@ -1,8 +1,7 @@
-"""Test that files written before the current package layout are still read: a checkpoint is
-resumed, stored answers are loaded.
+"""Test that files written by an older version are still read: a checkpoint is resumed, stored
+answers are loaded.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,17 +10,26 @@ import torch
 from safetensors.torch import load_file
 from whole_runs import train
 
+from rl.data import load_rollouts
 from rl.errors import RunFolderError
+from rl.jsonl import read_jsonl
 
-BEFORE = Path(__file__).resolve().parents[1] / "before_rooms"
+OLDER = Path(__file__).resolve().parent / "older_run"
 WORDS = (
     "grpo --base-model tiny:addition-small --lora-rank 1 --lora-alpha 4 --steps 4 --save-every 2 "
     "--keep-last 9 --batch-size 4 --group-size 4 --max-tokens 4 --rollouts-every 1 --eval-every 0 "
-    "--learning-rate 1e-2 --kl-coef 0.1 --kl-in reward --kl-target 0.01"
+    "--learning-rate 1e-2 --kl-coef 0.1 --kl-in reward --kl-target 0.01 --resume "
+    "--reward tests/data/older_run/reward.py:even_digits"
 )
 
 
-def test_a_checkpoint_of_then_goes_on_as_it_did_then(tmp_path, monkeypatch):
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(OLDER.parents[2])  # the reward's path is relative to the repository
+    return shutil.copytree(OLDER / "run", tmp_path / "run")
+
+
+def test_a_checkpoint_of_then_goes_on_as_it_did_then(folder):
     """Samples are equal; figures and weights agree up to the rounding of another processor (the run
     was two steps of 16 short answers).
 
@@ -29,41 +37,27 @@ def test_a_checkpoint_of_then_goes_on_as_it_did_then(tmp_path, monkeypatch):
     weight, unless the gradient itself is rounding; 1e-3 tolerates only those. A resume that lost
     the optimizer's moments differs by 1e-2.
     """
-    monkeypatch.chdir(BEFORE.parent.parent)  # the reward's path is relative to the repository
-    folder = tmp_path / "run"
-    shutil.copytree(BEFORE / "run", folder)
-    rows = train(f"{WORDS} --reward tests/before_rooms/reward.py:even_digits --resume", folder)
-    expected = [json.loads(line) for line in (BEFORE / "after.jsonl").read_text().splitlines()]
+    rows = train(WORDS, folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    for now, then in zip(rows[2:], expected, strict=True):
+    for now, then in zip(rows[2:], read_jsonl(OLDER / "after.jsonl"), strict=True):
         assert then.keys() <= now.keys(), "a metric of then has another name now"
         assert now.pop("stage") == then.pop("stage")
         assert {name: now[name] for name in then} == pytest.approx(then, rel=1e-3, abs=1e-6)
     now = load_file(folder / "checkpoints" / "grpo-final" / "model" / "adapter_model.safetensors")
-    then = load_file(BEFORE / "after.safetensors")
+    then = load_file(OLDER / "after.safetensors")
     assert now.keys() == then.keys()
     for name in then:
         torch.testing.assert_close(now[name], then[name], rtol=0, atol=1e-3)
 
 
-def test_a_setting_of_the_stage_at_hand_may_not_change(tmp_path, monkeypatch):
-    monkeypatch.chdir(BEFORE.parent.parent)
-    shutil.copytree(BEFORE / "run", tmp_path / "run")
+def test_a_setting_of_the_stage_at_hand_may_not_change(folder):
     with pytest.raises(RunFolderError, match="group_size 4 -> 8"):
-        train(
-            f"{WORDS} --reward tests/before_rooms/reward.py:even_digits --resume --group-size 8",
-            tmp_path / "run",
-        )
+        train(f"{WORDS} --group-size 8", folder)
 
 
 def test_rollouts_of_then_are_stored_answers():
-    from rl.data import load_rollouts
-
-    lines = [
-        json.loads(line)
-        for line in (BEFORE / "run/rollouts/step_000001.jsonl").read_text().splitlines()
-    ]
-    problems = load_rollouts(BEFORE / "run" / "rollouts")
+    count = len(read_jsonl(OLDER / "run/rollouts/step_000001.jsonl"))
+    problems = load_rollouts(OLDER / "run" / "rollouts")
     answers = [answer for problem in problems for answer in problem.answers]
-    assert len(answers) == 2 * len(lines)
+    assert len(answers) == 2 * count
     assert sum(answer.reward for answer in answers) == pytest.approx(16 * (0.390625 + 0.3125))
