@@ -32,9 +32,9 @@ RUN = """
 import json, sys
 target, commands = sys.argv[1:]
 sys.path.insert(0, target)
-import rl
+import rl as package
 from whetstone import main
-assert rl.__file__.startswith(target)
+assert package.__file__.startswith(target)
 for command in json.loads(commands):
     print(f"\\n#### {command}", flush=True)
     sys.argv = ["whetstone", *command.split()]
@@ -48,7 +48,7 @@ for command in json.loads(commands):
 COMMANDS = [
     "--version",
     "train --help",
-    "train grpo --dataset addition --steps 1 --batch-size 2 --output-dir out --quiet",
+    "train grpo --dataset addition --steps 1 --batch-size 2 --eval-every 0 --output-dir out",
     "sample out --prompt 1+1= --max-tokens 4",
 ]
 
