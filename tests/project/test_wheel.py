@@ -48,8 +48,8 @@ for command in json.loads(commands):
 COMMANDS = [
     "--version",
     "train --help",
-    "train grpo --dataset addition --steps 1 --batch-size 2 --eval-every 0 --output-dir out",
-    "sample out --prompt 1+1= --max-tokens 4",
+    "train grpo --dataset addition --steps 1 --batch-size 2 --eval-every 0 --quiet --output-dir o",
+    "sample o --prompt 1+1= --max-tokens 4",
 ]
 
 
