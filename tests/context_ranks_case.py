@@ -15,10 +15,12 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 import numpy as np  # noqa: E402
-from distributed_cases import for_loss, open_case, over_sequences, submit, update_params  # noqa: E402
+import torch  # noqa: E402
+from distributed_cases import CaseWorker, for_loss, over_sequences, update_params  # noqa: E402
 
 from rl import ServiceClient  # noqa: E402
 from rl.errors import UserError  # noqa: E402
+from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 from rl.types import Datum, ModelInput  # noqa: E402
 
 # Two key heads with two and with three query heads each; three heads; windows.
@@ -109,7 +111,11 @@ def with_fields(loss: str) -> list[Datum]:
 
 def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict[str, Any]:
     """Return the gradient with its norm, all outputs, the loss, and the norm after an update."""
-    submit(service, "configure", {**case.settings, "context_parallel_size": size})
+
+    def verb(name: str, *arguments: Any) -> Any:
+        return service._driver.submit(name, *arguments).result()
+
+    verb("configure", {**case.settings, "context_parallel_size": size})
     start = str(starts / case.model)
     made = (
         service.create_lora_training_client(start, seed=5, rank=3)
@@ -123,7 +129,7 @@ def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict
         got = made.forward_backward_custom(data, over_sequences).result()
     else:
         got = made.forward_backward(data, case.loss, divisor=3.0).result()
-    gradient = submit(service, "gradient", made.model_id)
+    gradient = verb("gradient", made.model_id)
     scored = made.forward(with_fields("ppo"), "ppo").result()
     made.release()
     return {
@@ -143,12 +149,19 @@ def get_refusal(service: ServiceClient, starts: Path) -> str:
 
 
 def main(starts: Path, out: Path, size: int) -> None:
-    with open_case(out) as (service, found):
-        for name, case in CASES.items():
-            if size < 4 or case.model != "three":  # has three heads
-                found[name] = results(service, starts, case, size)
-            print(name, flush=True)  # shows the last case of a launch that hangs
-        found[REFUSED] = get_refusal(service, starts)
+    torch.set_num_threads(1)
+    worker_group.TrainingWorker = CaseWorker
+    service = ServiceClient(
+        output_dir=out, settings=WorkerSettings(timeout_seconds=90, dtype="fp32")
+    )
+    result: dict[str, Any] = {}
+    for name, case in CASES.items():
+        if size < 4 or case.model != "three":  # has three heads
+            result[name] = results(service, starts, case, size)
+        print(name, flush=True)  # shows the last case of a launch that hangs
+    result[REFUSED] = get_refusal(service, starts)
+    torch.save(result, out / "found.pt")
+    service.close()
 
 
 if __name__ == "__main__":

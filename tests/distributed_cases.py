@@ -13,8 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -110,11 +109,12 @@ def for_loss(datums: Sequence[Datum], loss: str) -> list[Datum]:
     """Return the datums with the fields of the loss; the advantages serve as returns."""
     if loss not in ("cross_entropy", "value"):
         return list(datums)
-    fields = {"target_tokens": "target_tokens"}
-    if loss == "cross_entropy":
-        fields |= {"weights": "mask"}
-    else:
-        fields |= {"mask": "mask", "returns": "advantages"}
+    reference = (
+        {"weights": "mask"}
+        if loss == "cross_entropy"
+        else {"mask": "mask", "returns": "advantages"}
+    )
+    fields = {"target_tokens": "target_tokens", **reference}
     return [
         Datum(d.model_input, {k: d.loss_fn_inputs[v] for k, v in fields.items()}) for d in datums
     ]
@@ -128,11 +128,15 @@ def over_sequences(
     """
     total = torch.zeros(())
     for datum, logp_T in zip(data, logprobs, strict=True):
-        fields = datum.loss_fn_inputs
-        ratio = (logp_T - fields["logprobs"].to_torch().to(logp_T.dtype)).mean().exp()
-        advantage = fields["advantages"].to_torch().to(logp_T.dtype).sum()
-        clipped = ratio.clamp(0.8, 1.2)
-        total = total - torch.minimum(ratio * advantage, clipped * advantage) / DIVISOR
+        old_T, advantages_T = (
+            datum.loss_fn_inputs[name].to_torch().to(logp_T.dtype)
+            for name in ("logprobs", "advantages")
+        )
+        ratio = (logp_T - old_T).mean().exp()
+        advantage = advantages_T.sum()
+        total = (
+            total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / DIVISOR
+        )
     return total, {}
 
 
@@ -140,8 +144,14 @@ def update_params(step: int) -> AdamParams:
     """Return AdamParams in which every setting changes per step; the norm always exceeds
     grad_clip_norm.
     """
-    rate, beta1, decay = 1e-3 * (step + 1), 0.8 + 0.02 * step, 0.1 * step
-    return AdamParams(rate, beta1, 0.9, 1e-3, decay, grad_clip_norm=0.05 * (5 - step))
+    return AdamParams(
+        1e-3 * (step + 1),
+        0.8 + 0.02 * step,
+        0.9,
+        1e-3,
+        0.1 * step,
+        grad_clip_norm=0.05 * (5 - step),
+    )
 
 
 def update_datums(step: int) -> list[Datum]:
@@ -171,19 +181,27 @@ class CaseWorker(TrainingWorker):
         """Return facts about the launch. `own`: the number of parameters that this rank holds while
         nothing runs; `bound`: the longest collective timeout in seconds.
         """
-        learner, cpu = self.learners[model_id], torch.device("cpu")
-        stage = getattr(learner.backend, "stage", None)
-        local = [getattr(p, "to_local", lambda p=p: p)() for p in learner.model.parameters()]
-        options = [group._get_backend(cpu).options for group in _world.pg_map]
-        device = None
-        if stage == 3:
-            device = str(next(iter(learner.backend.optimizer.fp32_partitioned_groups_flat)).device)
+        backend = self.learners[model_id].backend
+        reference = [
+            p.to_local() if type(p).__name__ == "DTensor" else p
+            for p in self.learners[model_id].model.parameters()
+        ]
         return {
             "processes": self.accelerator.num_processes,
-            "own": sum(p.numel() for p in local),
-            "bound": max((option._timeout.total_seconds() for option in options), default=0),
-            "stage": stage,
-            "optimizer_device": device,
+            "own": sum(p.numel() for p in reference),
+            "bound": max(
+                (
+                    pg._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+                    for pg in _world.pg_map
+                ),
+                default=0,
+            ),
+            "stage": getattr(backend, "stage", None),
+            "optimizer_device": str(
+                next((p.device for p in backend.optimizer.fp32_partitioned_groups_flat), None)
+            )
+            if getattr(backend, "stage", 0) == 3
+            else None,
         }
 
     @verb()
@@ -207,34 +225,6 @@ class CaseWorker(TrainingWorker):
         return self.learners[model_id].split_batch(datums)[0].num_micro_batches
 
 
-@contextmanager
-def open_case(
-    out: Path, worker: type[TrainingWorker] = CaseWorker, **learner: Any
-) -> Iterator[tuple[ServiceClient, dict[str, Any]]]:
-    """Yield a service whose ranks have the verbs of `worker`, and a dict for the results. These are
-    written to OUT/found.pt. `learner`: the learner's settings.
-    """
-    torch.set_num_threads(1)
-    worker_group.TrainingWorker = worker  # for the driver and the serving ranks
-    settings = WorkerSettings(timeout_seconds=90, dtype="fp32", learner=LearnerSettings(**learner))
-    service, results = ServiceClient(output_dir=out, settings=settings), {}
-    yield service, results
-    torch.save(results, out / "found.pt")
-    service.close()
-
-
-def make_client(service: ServiceClient, start: Path, lora: Mapping[str, Any] | None = None) -> Any:
-    """Return a client that trains adapters with the settings `lora`, or else all weights."""
-    if lora:
-        return service.create_lora_training_client(str(start), seed=5, **lora)
-    return service.create_full_training_client(str(start))
-
-
-def submit(service: ServiceClient, name: str, *arguments: Any) -> Any:
-    """Run a verb on all ranks and return its result."""
-    return service._driver.submit(name, *arguments).result()
-
-
 class Launch:
     """The script's side: it opens clients in sequence and collects their results."""
 
@@ -248,7 +238,7 @@ class Launch:
         self.made: tuple[str, str] | None = None
 
     def verb(self, name: str, *arguments: Any) -> Any:
-        return submit(self.service, name, *arguments)
+        return self.service._driver.submit(name, *arguments).result()
 
     def begin(self, start: str, **settings: Any) -> TrainingClient:
         """Return a client at `start`. The current client is reused if it has the same start and
@@ -284,21 +274,32 @@ class Launch:
         """
         for name in names:
             case = GRADIENTS[name]
-            client, datums = self.begin(case.start, **case.settings), make_eight_datums()
-            loss, cuts = 0.0, 0
+            client, datums, loss, cuts = (
+                self.begin(case.start, **case.settings),
+                make_eight_datums(),
+                0.0,
+                0,
+            )
             for size in case.calls:
                 part, datums = datums[:size], datums[size:]
                 cuts += self.verb("micro_batches", client.model_id, for_loss(part, case.loss))
                 got = self.call(part, case.loss)
                 loss += got.metrics["loss:sum"]
             gradient, norm = self.look()
-            result = {"gradient": gradient, "norm": norm, "loss": loss, "cuts": cuts}
-            self.results[label + name] = {**result, "launch": self.launch()}
+            self.results[label + name] = {
+                "gradient": gradient,
+                "norm": norm,
+                "loss": loss,
+                "cuts": cuts,
+                "launch": self.launch(),
+            }
 
     def launch(self) -> dict[str, Any]:
         assert self.client is not None
-        keys = ("distributed_type", "wrapped", "world", "parameters", "dtype")
-        info = {key: self.client.info[key] for key in keys}
+        info = {
+            key: self.client.info[key]
+            for key in ("distributed_type", "wrapped", "world", "parameters", "dtype")
+        }
         return {**info, **self.verb("describe", self.client.model_id)}
 
     def unequal_shares(self) -> None:
@@ -340,25 +341,27 @@ class Launch:
             self.service.create_training_client_from_state(str(self.starts / s))
             for s in ("tied", "value", "untied")
         )
-        datums = make_eight_datums()
-
-        def score() -> float:
-            return frozen.forward(datums, "ppo").result().metrics["loss:sum"]
-
-        actual: dict[str, Any] = {"scores": score()}
-        for part in (datums[:3], datums[3:]):
+        actual: dict[str, Any] = {
+            "scores": frozen.forward(make_eight_datums(), "ppo").result().metrics["loss:sum"]
+        }
+        for part in (make_eight_datums()[:3], make_eight_datums()[3:]):
             policy.forward_backward(part, "ppo", divisor=DIVISOR).result()
             frozen.forward(part, "ppo").result()
             critic.forward_backward(for_loss(part, "value"), "value", divisor=DIVISOR).result()
         actual["policy"] = self.verb("gradient", policy.model_id)
         actual["critic"] = self.verb("gradient", critic.model_id)
         for step in range(2):
-            part, params = update_datums(step), update_params(step)
-            policy.forward_backward(part, "ppo", divisor=DIVISOR)
-            critic.forward_backward(for_loss(part, "value"), "value", divisor=DIVISOR)
-            steps = [client.optim_step(params).result() for client in (policy, critic)]
-            actual[f"norms {step}"] = [done.metrics["grad_norm"] for done in steps]
-        actual["scores after"] = score()
+            datums = update_datums(step)
+            policy.forward_backward(datums, "ppo", divisor=DIVISOR)
+            critic.forward_backward(for_loss(datums, "value"), "value", divisor=DIVISOR)
+            norms = [
+                client.optim_step(update_params(step)).result().metrics["grad_norm"]
+                for client in (policy, critic)
+            ]
+            actual[f"norms {step}"] = norms
+        actual["scores after"] = (
+            frozen.forward(make_eight_datums(), "ppo").result().metrics["loss:sum"]
+        )
         self.results["two models"] = actual
         for client in (policy, critic, frozen):
             client.release()
@@ -399,10 +402,18 @@ class Launch:
         single = sampler.sample(prompts[1], 2, at_once).result()
         scored = sampler.compute_logprobs(prompts[0]).result()
         probe = [Datum(prompts[0], {"target_tokens": [*PROMPTS[0][1:], 1]})]
-        (output,) = client.forward(probe, "cross_entropy").result().loss_fn_outputs
-        alone, learner = single.sequences, output["logprobs"].to_numpy()
-        drawn = {"both": sequences, "alone": [(s.tokens, s.logprobs) for s in alone]}
-        return {**drawn, "scored": scored, "learner": learner}
+        learner = (
+            client.forward(probe, "cross_entropy")
+            .result()
+            .loss_fn_outputs[0]["logprobs"]
+            .to_numpy()
+        )
+        return {
+            "both": sequences,
+            "alone": [(s.tokens, s.logprobs) for s in single.sequences],
+            "scored": scored,
+            "learner": learner,
+        }
 
     def in_bf16(self) -> None:
         """Repeat the gradients in bf16, then make equal calls in a row: their sum shows the

@@ -18,11 +18,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from context_ranks_case import with_fields  # noqa: E402
-from distributed_cases import CaseWorker, make_client, open_case, submit  # noqa: E402
+from distributed_cases import CaseWorker  # noqa: E402
 
 from rl import ServiceClient, types  # noqa: E402
 from rl.client import TrainingClient  # noqa: E402
+from rl.distributed import collectives  # noqa: E402
 from rl.errors import UserError  # noqa: E402
+from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 from rl.runtime.verb_table import verb  # noqa: E402
 
 MODELS = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "dbrx")
@@ -81,8 +83,15 @@ class ExpertWorker(CaseWorker):
         return sum(p.numel() for p in local), sum(whole)
 
 
-ON_ATTENTION = {"rank": 3, "train_mlp": False, "train_unembed": False}
-ON_EXPERTS = {"rank": 2, "train_mlp": False, "train_unembed": False, "train_experts": True}
+def submit(client: TrainingClient, name: str) -> Any:
+    return client._driver.submit(name, client.model_id).result()
+
+
+def make_client(service: ServiceClient, start: Path, lora: bool) -> TrainingClient:
+    if not lora:
+        return service.create_full_training_client(str(start))
+    parts = {"train_mlp": False, "train_unembed": False}
+    return service.create_lora_training_client(str(start), rank=3, seed=5, **parts)
 
 
 def update(client: TrainingClient, data: list[Any]) -> float:
@@ -96,8 +105,8 @@ def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict
     settings = dict(case.settings)
     if size == 1:
         settings.pop("context_parallel_size", None)
-    submit(service, "configure", {**settings, "expert_parallel_size": size})
-    client = make_client(service, starts / case.model, ON_ATTENTION if case.lora else None)
+    service._driver.submit("configure", {**settings, "expert_parallel_size": size}).result()
+    client = make_client(service, starts / case.model, case.lora)
     data = with_fields("ppo")[-case.datums :]
     if "router_replay" in settings:
         for datum in data:
@@ -106,13 +115,10 @@ def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict
     if case.lora:  # the first update of B from zero
         update(client, data)
     got = client.forward_backward(data, "ppo", divisor=3.0).result()
-    found = {
-        "gradient": submit(service, "gradient", client.model_id),
-        "loss": got.metrics["loss:sum"],
-    }
+    found = {"gradient": submit(client, "gradient"), "loss": got.metrics["loss:sum"]}
     found["norms"] = [update(client, data) for _ in range(2)]
-    found["weights"] = submit(service, "weights", client.model_id)
-    found["held"] = submit(service, "held_experts", client.model_id)
+    found["weights"] = submit(client, "weights")
+    found["held"] = submit(client, "held_experts")
     scored = client.forward(with_fields("ppo"), "ppo").result()
     found["logprobs"] = [out["logprobs"].to_numpy() for out in scored.loss_fn_outputs]
     client.release()
@@ -125,18 +131,18 @@ def save_or_continue(
     """Return the weights after a step and a save, and after a further step; `saved`: the checkpoint
     to continue from instead of the step.
     """
-    submit(service, "configure", {**SMALL, "expert_parallel_size": size})
+    service._driver.submit("configure", {**SMALL, "expert_parallel_size": size}).result()
     data = with_fields("ppo")
     if saved is None:
-        client = make_client(service, starts / name)
+        client = make_client(service, starts / name, lora=False)
         update(client, data)
         path = client.save_state(name).result().path
     else:
         path = (saved / name).read_text()
         client = service.create_training_client_from_state_with_optimizer(path)
-    before = submit(service, "weights", client.model_id)
+    before = submit(client, "weights")
     update(client, data)
-    after = submit(service, "weights", client.model_id)
+    after = submit(client, "weights")
     client.release()
     return {"path": path, "before": before, "after": after}
 
@@ -145,26 +151,40 @@ def get_refusals(service: ServiceClient, starts: Path, size: int) -> list[str]:
     """Return the errors for a model whose experts are no stacked weights, and for adapters on
     experts.
     """
-    submit(service, "configure", {"expert_parallel_size": size})
+    service._driver.submit("configure", {"expert_parallel_size": size}).result()
     errors = []
-    for name, lora in ((REFUSED, None), ("qwen3_moe", ON_EXPERTS)):
+    for name, lora in ((REFUSED, False), ("qwen3_moe", True)):
+        parts = {"train_mlp": False, "train_unembed": False, "train_experts": True}
         try:
-            make_client(service, starts / name, lora).get_info()
+            made = (
+                service.create_lora_training_client(str(starts / name), rank=2, **parts)
+                if lora
+                else service.create_full_training_client(str(starts / name))
+            )
+            made.get_info()
         except UserError as error:
             errors.append(str(error))
     return errors
 
 
 def main(starts: Path, out: Path, size: int, saved: Path | None = None) -> None:
-    with open_case(out, ExpertWorker) as (service, found):
-        for name, case in CASES.items():
-            if saved is None:
-                found[name] = results(service, starts, case, size)
-                print(name, flush=True)  # shows the last case of a launch that hangs
-        for name in SAVED:
-            found[name] = save_or_continue(service, starts, name, size, saved)
-        if size > 1:
-            found["refusals"] = get_refusals(service, starts, size)
+    torch.set_num_threads(1)
+    worker_group.TrainingWorker = ExpertWorker
+    service = ServiceClient(
+        output_dir=out, settings=WorkerSettings(timeout_seconds=90, dtype="fp32")
+    )
+    result: dict[str, Any] = {}
+    for name, case in CASES.items():
+        if saved is None:
+            result[name] = results(service, starts, case, size)
+            print(name, flush=True)  # shows the last case of a launch that hangs
+    for name in SAVED:
+        result[name] = save_or_continue(service, starts, name, size, saved)
+    if size > 1:
+        result["refusals"] = get_refusals(service, starts, size)
+    if collectives.rank() == 0:
+        torch.save(result, out / "found.pt")
+    service.close()
 
 
 if __name__ == "__main__":

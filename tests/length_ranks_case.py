@@ -15,8 +15,12 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 import numpy as np  # noqa: E402
-from distributed_cases import make_client, open_case, submit  # noqa: E402
+import torch  # noqa: E402
+from distributed_cases import CaseWorker  # noqa: E402
 
+from rl import ServiceClient  # noqa: E402
+from rl.learner import LearnerSettings  # noqa: E402
+from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 from rl.types import Datum, ModelInput  # noqa: E402
 
 # Pairs by the lengths of prompt, chosen and rejected. Rows of more than 32 tokens have other
@@ -37,19 +41,34 @@ def pairs(lengths: Sequence[tuple[int, int, int]]) -> list[Datum]:
         for answer in answers:
             tokens = request + rng.integers(3, 40, answer).tolist()
             mask = np.array([0.0] * (prompt - 1) + [1.0] * answer, np.float32)
-            fields = {"target_tokens": tokens[1:], "mask": mask, "ref_logprobs": -3.5 * mask}
-            results.append(Datum(ModelInput.from_ints(tokens[:-1]), fields))
+            results.append(
+                Datum(
+                    ModelInput.from_ints(tokens[:-1]),
+                    {"target_tokens": tokens[1:], "mask": mask, "ref_logprobs": -3.5 * mask},
+                )
+            )
     return results
 
 
 def main(start: Path, out: Path) -> None:
-    with open_case(out, token_budget=130) as (service, results):
-        for case, (lengths, lora) in CASES.items():
-            client = make_client(service, start, lora)
-            client.forward_backward(pairs(lengths), "dpo", divisor=3.0).result()
-            results[case] = submit(service, "gradient", client.model_id)
-            client.release()
-            print(case, flush=True)  # shows where a launch hangs
+    torch.set_num_threads(1)
+    worker_group.TrainingWorker = CaseWorker
+    settings = WorkerSettings(
+        timeout_seconds=90, dtype="fp32", learner=LearnerSettings(token_budget=130)
+    )
+    service, results = ServiceClient(output_dir=out, settings=settings), {}
+    for case, (lengths, lora) in CASES.items():
+        made = (
+            service.create_lora_training_client(str(start), seed=5, **lora)
+            if lora
+            else service.create_full_training_client(str(start))
+        )
+        made.forward_backward(pairs(lengths), "dpo", divisor=3.0).result()
+        results[case] = service._driver.submit("gradient", made.model_id).result()
+        made.release()
+        print(case, flush=True)  # shows where a launch hangs
+    torch.save(results, out / "found.pt")
+    service.close()
 
 
 if __name__ == "__main__":

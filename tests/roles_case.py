@@ -44,12 +44,6 @@ def make_datums(samples: list) -> list[Datum]:
     return results
 
 
-def score_samples(client, samples: list) -> list:
-    """Return the learner's logprobs of samples with their prompts."""
-    outputs = client.forward(make_datums(samples), "importance_sampling").result().loss_fn_outputs
-    return [output["logprobs"].tolist() for output in outputs]
-
-
 def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> None:
     actual: dict = {}
     settings = WorkerSettings(
@@ -67,14 +61,19 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
         first = sampler = made.save_weights_and_get_sampling_client()
         for step in range(3):
             actual[f"drawn {step}"] = sample_prompts(sampler, step)
-            datums = make_datums(actual[f"drawn {step}"])
-            made.forward_backward(datums, "importance_sampling", divisor=12.0)
+            made.forward_backward(
+                make_datums(actual[f"drawn {step}"]), "importance_sampling", divisor=12.0
+            )
             made.optim_step(AdamParams(learning_rate=1e-2))
             sampler = made.save_weights_and_get_sampling_client()  # `first` keeps its version
         actual["drawn by the first weights"] = sample_prompts(first, 9)
         actual["drawn by the last weights"] = sample_prompts(sampler, 9)
-        params = SamplingParams(max_tokens=4, seed=5, stop=[])
-        one_by_one = [sampler.sample(ModelInput.from_ints(p), 2, params) for p in PROMPTS]
+        one_by_one = [
+            sampler.sample(
+                ModelInput.from_ints(p), 2, SamplingParams(max_tokens=4, seed=5, stop=[])
+            )
+            for p in PROMPTS
+        ]
         actual["one by one"] = [
             s.tokens for future in one_by_one for s in future.result().sequences
         ]
@@ -85,18 +84,33 @@ def main(out: Path, sampler_ranks: int, lora: int, kind: str, dtype: str) -> Non
             actual["of the base"] = sample_prompts(made.get_base_sampling_client(), 9)
         scores = sampler.compute_logprobs_many([ModelInput.from_ints(p) for p in PROMPTS]).result()
         actual["scores"] = scores
-        actual["learner"] = score_samples(made, actual["drawn by the last weights"])
+        outputs = (
+            made.forward(make_datums(actual["drawn by the last weights"]), "importance_sampling")
+            .result()
+            .loss_fn_outputs
+        )
+        actual["learner"] = [output["logprobs"].tolist() for output in outputs]
         actual["versions"] = [first.version, sampler.version, again.version, made.version]
         if lora:  # an adapter of another scale, which ranks that sample must take over too
-            scale = {"seed": 4, "alpha": None}
-            other = service.create_lora_training_client("tiny:addition", rank=lora, **scale)
-            datums = make_datums(actual["drawn 0"])
-            other.forward_backward(datums, "importance_sampling", divisor=12.0)
+            other = service.create_lora_training_client(
+                "tiny:addition", rank=lora, seed=4, alpha=None
+            )
+            other.forward_backward(
+                make_datums(actual["drawn 0"]), "importance_sampling", divisor=12.0
+            )
             other.optim_step(AdamParams(learning_rate=1e-2))
             made.load_state(other.save_state("other").result().path).result()
-            samples = sample_prompts(made.save_weights_and_get_sampling_client(), 9)
-            actual["of another scale"] = samples
-            actual["of another scale, by the learner it came from"] = score_samples(other, samples)
+            actual["of another scale"] = sample_prompts(
+                made.save_weights_and_get_sampling_client(), 9
+            )
+            expected = (
+                other.forward(make_datums(actual["of another scale"]), "importance_sampling")
+                .result()
+                .loss_fn_outputs
+            )
+            actual["of another scale, by the learner it came from"] = [
+                output["logprobs"].tolist() for output in expected
+            ]
         top = SamplingParams(max_tokens=4, top_k=2, seed=1, stop=[])
         fresh = made.save_weights_and_get_sampling_client()
         made.optim_step(AdamParams(learning_rate=0.0))

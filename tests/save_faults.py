@@ -25,7 +25,7 @@ from rl.distributed import checkpoint_folder  # noqa: E402
 from rl.jsonl import read_jsonl  # noqa: E402
 from rl.reporting import CHECKPOINTS, Logbook  # noqa: E402
 from rl.trainer.checkpoint_manager import (  # noqa: E402
-    CheckpointManager,
+    CheckpointManager,  # noqa: E402
     StageSteps,
     complete_checkpoint_list,
 )
@@ -66,14 +66,23 @@ def save(worker, folder: Path, step: int) -> None:
     with open(os.devnull, "w"):
         logbook = Logbook(folder, resume_step=step - 1)
     logbook.log(step, {"stage": "grpo", "value": step})
-    state = {"first_step": 0, "next_batch": step}
-    CheckpointManager(logbook).save(Policy(worker, folder), step, "grpo", state, keep_last=1)
+    CheckpointManager(logbook).save(
+        Policy(worker, folder), step, "grpo", {"first_step": 0, "next_batch": step}, keep_last=1
+    )
     logbook._metrics.close()  # not close(), which draws curves
 
 
 def update(worker, seed: int) -> None:
-    datums = random_datums(3, seed=seed)
-    call(worker, "forward_backward", 0, datums, "ppo", {"temperature": 1.0}, 1.0, True)
+    call(
+        worker,
+        "forward_backward",
+        0,
+        random_datums(3, seed=seed),
+        "ppo",
+        {"temperature": 1.0},
+        1.0,
+        True,
+    )
     worker.optim_step(0, ADAM)
 
 
@@ -88,8 +97,10 @@ def compute_digests(folder: Path, step: int) -> dict[str, str]:
         content = hashlib.sha256()
         if name.endswith(".safetensors"):
             for key, tensor in sorted(load_file(str(place / name)).items()):
-                content.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                content.update(tensor.numpy().tobytes())
+                content.update(
+                    f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode()
+                    + tensor.numpy().tobytes()
+                )
         else:
             content.update((place / name).read_bytes())
         results[name] = content.hexdigest()
@@ -124,7 +135,9 @@ def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
     result = CheckpointManager.find_newest_intact(folder, rows, Console())
     assert result is not None, "nothing to go on from"
     step = result[0]["batch"]
-    assert compute_digests(folder, step) == whole[step], f"the checkpoint of step {step} changed"
+    assert compute_digests(folder, step) == whole[step], (
+        f"the checkpoint of step {step} is another than was saved"
+    )
     here = rows.index(result[0])
     remove_damaged_checkpoints(folder, ResumePoint(stale=rows[here + 1 :]))
     logbook = Logbook(folder, resume_step=step, checkpoints=rows[: here + 1])
@@ -135,10 +148,13 @@ def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
     noted = [row["name"] for row in read_jsonl(folder / CHECKPOINTS)]
     # a run killed after listing the new checkpoint and before removing the old checkpoint has both;
     # the next save removes the old one
-    allowed = (["grpo-000002"], ["grpo-000001", "grpo-000002"] * (step - 1))
-    assert present == noted and noted in allowed, f"from step {step}: {present}, {noted}"
-    digests = compute_digests(folder, 2)
-    changed = [name for name, digest in digests.items() if digest != whole[2].get(name)]
+    assert present == noted and noted in (
+        ["grpo-000002"],
+        ["grpo-000001", "grpo-000002"] * (step - 1),
+    ), f"from step {step}: {present}, {noted}"
+    changed = [
+        name for name, entry in compute_digests(folder, 2).items() if entry != whole[2].get(name)
+    ]
     assert not changed, f"the resumed run saved something else: {changed}"
     assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2]
     return step
@@ -172,12 +188,23 @@ def main(mode: str, place: Path) -> None:
             mode == "full" and code == 0 and k > total - counts["removals"]
         ), f"operation {k}: exit code {code}"
         if mode == "full" and code != 0:
-            assert compute_digests(folder, 1) == whole[1], "the last good checkpoint was touched"
-            partial = list((folder / "checkpoints").glob("*.partial-*"))
-            assert not partial, "a failed save left something behind"
+            assert compute_digests(folder, 1) == whole[1], (
+                "the last good checkpoint was touched before the disk was known to be full"
+            )
+            assert not list((folder / "checkpoints").glob("*.partial-*")), (
+                "a failed save left something behind"
+            )
         from_step[resume(worker, folder, whole)] += 1
-    steps = {f"from_step_{step}": count for step, count in from_step.items()}
-    print(json.dumps({"operations": total, **counts, **steps}))
+    print(
+        json.dumps(
+            {
+                "operations": total,
+                **counts,
+                "from_step_1": from_step[1],
+                "from_step_2": from_step[2],
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

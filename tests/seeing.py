@@ -163,7 +163,7 @@ def _gemma3():
 
 
 def _make_tiles(name):
-    """Return a model whose images are split in tiles; `name`: the beginning of its classes' names."""
+    """Return a model whose images are split in tiles. `name`: how its classes' names begin."""
     import transformers
 
     kind = name.lower()

@@ -15,11 +15,14 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 import numpy as np  # noqa: E402
-from distributed_cases import CaseWorker, open_case, submit  # noqa: E402
+import torch  # noqa: E402
+from distributed_cases import CaseWorker  # noqa: E402
 from helpers import random_datums  # noqa: E402
 
+from rl import ServiceClient  # noqa: E402
 from rl.client import forward_backward_microbatches  # noqa: E402
 from rl.losses import get_loss  # noqa: E402
+from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 from rl.runtime.verb_table import LEARNER, verb  # noqa: E402
 from rl.types import Datum, ModelInput  # noqa: E402
 
@@ -70,26 +73,35 @@ def run_microbatches(client: Any, datums: list[Datum], loss: str) -> Any:
 
 
 def main(out: Path, size: int) -> None:
-    with open_case(out, ShareWorker) as (service, results):
-        for name, (layout, loss, separate) in CASES.items():
-            learner = {"layout": layout, "token_budget": BUDGET, "context_parallel_size": size}
-            submit(service, "configure", learner)
-            client = service.create_full_training_client("tiny:addition", seed=2)
-            datums, before = make_datums(loss), submit(service, "received_bytes")
-            if separate:
-                output = run_microbatches(client, datums, loss)
-            else:
-                output = client.forward_backward(datums, loss).result()
-            after = submit(service, "received_bytes")
-            results[name] = {
-                "gradient": submit(service, "gradient", client.model_id),
-                "loss": output.metrics["loss:sum"],
-                "logprobs": [one["logprobs"].to_numpy() for one in output.loss_fn_outputs],
-                "received": [b - a for a, b in zip(before, after, strict=True)],
-                "batch": len(pickle.dumps(datums)),
-            }
-            client.release()
-        results["refused"] = compute_after_refusals(service)
+    torch.set_num_threads(1)
+    worker_group.TrainingWorker = ShareWorker
+    settings = WorkerSettings(timeout_seconds=90, dtype="fp32")
+    service, results = ServiceClient(output_dir=out, settings=settings), {}
+
+    def run(name: str, *arguments: Any) -> Any:
+        return service._driver.submit(name, *arguments).result()
+
+    for name, (layout, loss, separate) in CASES.items():
+        learner = {"layout": layout, "token_budget": BUDGET, "context_parallel_size": size}
+        run("configure", learner)
+        client = service.create_full_training_client("tiny:addition", seed=2)
+        datums, before = make_datums(loss), run("received_bytes")
+        if separate:
+            output = run_microbatches(client, datums, loss)
+        else:
+            output = client.forward_backward(datums, loss).result()
+        after = run("received_bytes")
+        results[name] = {
+            "gradient": run("gradient", client.model_id),
+            "loss": output.metrics["loss:sum"],
+            "logprobs": [one["logprobs"].to_numpy() for one in output.loss_fn_outputs],
+            "received": [b - a for a, b in zip(before, after, strict=True)],
+            "batch": len(pickle.dumps(datums)),
+        }
+        client.release()
+    results["refused"] = compute_after_refusals(service)
+    torch.save(results, out / "found.pt")
+    service.close()
 
 
 def compute_after_refusals(service: Any) -> dict[str, Any]:
@@ -108,7 +120,7 @@ def compute_after_refusals(service: Any) -> dict[str, Any]:
         )
         errors.append(f"{type(future.exception()).__name__}: {future.exception()}")
     client.forward_backward(datums, "ppo").result()
-    gradient = submit(service, "gradient", client.model_id)
+    gradient = service._driver.submit("gradient", client.model_id).result()
     client.release()
     return {"errors": errors, "gradient": gradient}
 

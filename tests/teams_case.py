@@ -39,8 +39,10 @@ class CaseWorker(TrainingWorker):
     @verb(reduce=lambda parts: [part["numbers"] for part in parts])
     def held(self, model_id: int) -> dict:
         """Return the number of elements that this rank's sampler holds."""
-        buffers = self.latest_decoders[model_id].weights.buffers  # type: ignore[attr-defined]
-        return {"numbers": sum(buffer.numel() for buffer in buffers.values())}
+        sizes = [
+            buffer.numel() for buffer in self.latest_decoders[model_id].weights.buffers.values()
+        ]  # type: ignore[attr-defined]
+        return {"numbers": sum(sizes)}
 
     @verb()
     def hold(self, tp: int, cache: str) -> None:
@@ -62,15 +64,21 @@ def run_stream(client) -> list:
         result: dict = {}
         tickets = []
         for i, prompt in enumerate(PROMPTS):
-            fields = {"num_samples": 2, "params": params, "seed": 4, "problem": i}
-            tickets.append(stream.add(SamplingRequest(prompt=prompt, **fields)))
+            tickets.append(
+                stream.add(
+                    SamplingRequest(prompt=prompt, num_samples=2, params=params, seed=4, problem=i)
+                )
+            )
             result |= stream.run_steps(2, partial_tickets=True).finished
         remaining = stream.unfinished()
         assert set(remaining) == set(tickets) - set(result)
         while stream.busy:
             result |= stream.run_steps().finished
-        drawn = [sequence for ticket in tickets for sequence in result[ticket].sequences]
-        return [[s.tokens, s.logprobs, s.version] for s in drawn]
+        return [
+            [s.tokens, s.logprobs, s.version]
+            for ticket in tickets
+            for s in result[ticket].sequences
+        ]
 
 
 def run_flow(service: ServiceClient, folder: Path, lora: int) -> dict:
@@ -84,22 +92,25 @@ def run_flow(service: ServiceClient, folder: Path, lora: int) -> dict:
     first = sampler = made.save_weights_and_get_sampling_client()
     for step in range(2):
         actual[f"drawn {step}"] = sample_prompts(sampler, step)
-        datums = make_datums(actual[f"drawn {step}"])
-        made.forward_backward(datums, "importance_sampling", divisor=12.0)
+        made.forward_backward(
+            make_datums(actual[f"drawn {step}"]), "importance_sampling", divisor=12.0
+        )
         # a larger rate would carry rounding into the second update: 1e-5 in the logprobs of OLMo-2
         made.optim_step(AdamParams(learning_rate=1e-2))
         sampler = made.save_weights_and_get_sampling_client()  # the first sampler keeps its weights
     actual["by the last weights"] = sample_prompts(sampler, 9)
     actual["by the first weights"] = sample_prompts(first, 9)
     actual["of a stream"] = run_stream(sampler)
-    saved = made.save_weights_for_sampler("saved").result().path
-    actual["of the folder"] = sample_prompts(service.create_sampling_client(saved), 9)
+    actual["of the folder"] = sample_prompts(
+        service.create_sampling_client(made.save_weights_for_sampler("saved").result().path), 9
+    )
     if lora:
         whole = made.save_weights_for_sampler("whole", merged=True).result().path
         actual["of the merged folder"] = sample_prompts(service.create_sampling_client(whole), 9)
         actual["of the base"] = sample_prompts(made.get_base_sampling_client(), 9)
-    prompts = [ModelInput.from_ints(p) for p in PROMPTS]
-    actual["scores"] = sampler.compute_logprobs_many(prompts).result()
+    actual["scores"] = sampler.compute_logprobs_many(
+        [ModelInput.from_ints(p) for p in PROMPTS]
+    ).result()
     seen = check_sync(made, sampler, make_datums(actual["by the last weights"])[:4], 1.0)
     pairs = [(seen.learner, seen.sampler), (seen.learner_perturbed, seen.sampler_perturbed)]
     actual["off"] = [

@@ -132,9 +132,7 @@ def model_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(
-    model_type: str, window: int = WINDOW, longest: int = LONGEST, **changes: Any
-) -> PreTrainedConfig:
+def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """Return the architecture's text config at a small size; `changes` take precedence."""
     kind: Any = CONFIG_MAPPING[model_type]
     parts = getattr(kind, "sub_configs", {})
@@ -144,14 +142,12 @@ def tiny_config(
         and hasattr(parts[text], "model_type")
         and parts[text].model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     ):
-        return tiny_config(parts[text].model_type, window, longest, **changes)
+        return tiny_config(parts[text].model_type, **changes)
     known = kind().to_dict()
     names = {*known, *getattr(kind, "attribute_map", {}).values()} & SIZES.keys()
     settings: dict[str, Any] = {
         name: SIZES[name] for name in names if known.get(name) is not None or name in _EVEN_UNSET
     }
-    others = {WINDOW: window, LONGEST: longest}
-    settings = {name: others.get(size, size) for name, size in settings.items()}
     settings.update(SPECIAL.get(model_type, {}))
     return kind(**{**settings, **changes})
 

@@ -21,11 +21,19 @@ PROMPT = types.ModelInput.from_ints([3, 4, 12, 5, 6, 13])
 def use(service: ServiceClient, seed: int) -> list:
     client = service.create_full_training_client("tiny:addition", seed=seed)
     client.forward_backward(random_datums(6, seed=seed), "ppo", divisor=10.0)
-    step = client.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-3)).result()
+    norm = (
+        client.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-3))
+        .result()
+        .metrics["grad_norm"]
+    )
     sampler = client.save_weights_and_get_sampling_client()
-    drawn = sampler.sample(PROMPT, 3, types.SamplingParams(max_tokens=5, seed=1)).result()
-    tokens = [sequence.tokens for sequence in drawn.sequences]
-    return [step.metrics["grad_norm"], client.info["world"], tokens]
+    tokens = [
+        s.tokens
+        for s in sampler.sample(PROMPT, 3, types.SamplingParams(max_tokens=5, seed=1))
+        .result()
+        .sequences
+    ]
+    return [norm, client.info["world"], tokens]
 
 
 def get_refusal(out: Path) -> str:
@@ -33,8 +41,9 @@ def get_refusal(out: Path) -> str:
     precision.
     """
     try:
-        service = ServiceClient(output_dir=out, settings=WorkerSettings(dtype="bf16"))
-        service.create_full_training_client("tiny:addition").result()
+        ServiceClient(
+            output_dir=out, settings=WorkerSettings(dtype="bf16")
+        ).create_full_training_client("tiny:addition").result()
     except UserError as error:
         return str(error)
     return "nothing"

@@ -167,7 +167,7 @@ def test_other_real_files(shared_data):
     assert "def has_close_elements" in get_contents(code)[0]
 
 
-# ------------------------------------------------------------------------------ columns and settings
+# ----------------------------------------------------------------------------- columns and settings
 
 
 def test_columns_chats_and_system_prompts(tmp_path):
@@ -240,7 +240,9 @@ def test_a_column_that_no_row_has_beside_rows_that_are_bad_otherwise(tmp_path):
     some = write_rows(tmp_path / "some.jsonl", {"prompt": "x", "answer": "1"}, *ROWS)
     with pytest.raises(ValueError, match="1 bad rows beside 7 good"):
         load_problems(some, response_column="solution")
-    says = r"no column 'prompt' \(prompt_column\) in any of 3.*; if it is 'query', say prompt_column query"
+    says = (
+        r"no column 'prompt' \(prompt_column\) in any of 3.*; if it is 'query', say prompt_column"
+    )
     asked = write_rows(tmp_path / "a.jsonl", *[{"level": 1, "query": "1+1", "answer": "2"}] * 3)
     with pytest.raises(ValueError, match=says):
         load_problems(asked)
@@ -259,7 +261,7 @@ def test_a_column_that_no_row_has_beside_rows_that_are_bad_otherwise(tmp_path):
         load_rollouts(stored, reward_column="rewrd")
 
 
-# ----------------------------------------------------------------------------------- hub and offline
+# ---------------------------------------------------------------------------------- hub and offline
 
 
 @pytest.mark.parametrize(

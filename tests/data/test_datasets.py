@@ -225,7 +225,8 @@ def test_short_names_are_hub_names_with_their_config_and_splits(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("name", "split", "says"),
     [
-        ("humaneval", "train", "humaneval has no split 'train', only test: it is there to evaluate with; train on mbpp"),
+        ("humaneval", "train", "humaneval has no split 'train', only test: it is there to evaluate "
+         "with; train on mbpp"),
         ("livecodebench", "test", "livecodebench is not read from the hub: download test.jsonl"),
         ("humanevall", "train", "no data source is named 'humanevall': did you mean 'humaneval'"),
     ],
