@@ -8,7 +8,7 @@ import learning
 import numpy as np
 import pytest
 import torch
-from whole_runs import RECIPE, _Cut, train
+from whole_runs import RECIPE, train
 
 from rl import ServiceClient
 from rl.algorithms import METHODS, Models, Offline, check_stored_answer
@@ -407,10 +407,10 @@ def test_a_stage_learns_from_the_rollouts_of_an_earlier_one(tmp_path):
 
     def cut(self, done, metrics):
         if self.context.name == "offline" and done == 3:
-            raise _Cut
+            raise InterruptedError
         write_row(self, done, metrics)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(_Cut):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
         patch.setattr(BatchLog, "write_row", cut)
         train(str(recipe), tmp_path / "cut")
     assert train(f"{recipe} --resume", tmp_path / "cut") == whole

@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_any_file import write
+from data_helpers import write_rows
 from transformers import AutoTokenizer
 
 from rl.algorithms.reward_model import make_scored_pair
@@ -63,7 +63,7 @@ ROWS = [
 @pytest.mark.parametrize(("row", "tools"), ROWS, ids=range(len(ROWS)))
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_row_is_rendered_with_its_tools(tmp_path, tokenizer, row, tools, stream):
-    path = write(tmp_path / "rows.jsonl", [row])
+    path = write_rows(tmp_path / "rows.jsonl", row)
     problem = load_problems(path, answer_column=None, stream=stream)[0]
     messages = row.get("messages") or [
         {"role": "user", "content": row["prompt"]},
@@ -80,7 +80,7 @@ def test_a_row_is_rendered_with_its_tools(tmp_path, tokenizer, row, tools, strea
 
 def test_both_answers_of_a_pair_follow_the_tools(tmp_path, tokenizer):
     row = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "tools": [ADD]}
-    path = write(tmp_path / "rows.jsonl", [row])
+    path = write_rows(tmp_path / "rows.jsonl", row)
     problem = load_problems(path, format="preferences", answer_column=None)[0]
     renderer = get_renderer("chat_template", tokenizer)
     ask = [{"role": "user", "content": "2+2?"}]
@@ -102,7 +102,7 @@ def test_a_table_does_not_add_the_keys_of_other_rows(tmp_path):
 
 def test_the_tools_count_as_tokens_of_the_row(tmp_path, tokenizer):
     rows = [{"prompt": "2+2?", "completion": "4", "tools": each} for each in ([ADD], None)]
-    with_tools, without = load_problems(write(tmp_path / "rows.jsonl", rows))
+    with_tools, without = load_problems(write_rows(tmp_path / "rows.jsonl", *rows))
     renderer = get_renderer("chat_template", tokenizer)
     sizes = [len(read_sequence(make_response_datum(p, renderer))) for p in (with_tools, without)]
     limits = LengthLimits(max_row_tokens=sizes[1], on_too_long="error")
@@ -115,13 +115,13 @@ def test_the_tools_count_as_tokens_of_the_row(tmp_path, tokenizer):
 def test_an_object_that_is_no_schema_is_a_bad_row(tmp_path):
     rows = [{"prompt": "2+2?", "completion": "4", "tools": [{"name": "add"}]}]
     with pytest.raises(FaultyRows, match="rows.jsonl line 1: tool 1 of 'tools' is not"):
-        load_problems(write(tmp_path / "rows.jsonl", rows))
+        load_problems(write_rows(tmp_path / "rows.jsonl", *rows))
 
 
 def test_a_template_without_a_place_for_tools_names_the_row(tmp_path, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     row = {"prompt": "2+2?", "completion": "4", "tools": [ADD]}
-    problem = load_problems(write(tmp_path / "rows.jsonl", [row]))[0]
+    problem = load_problems(write_rows(tmp_path / "rows.jsonl", row))[0]
     renderer = get_renderer("chat_template", tokenizer)
     check = RowCheck({"max_context": None}, renderer, "rows", ("response",), 0)
     with pytest.raises(
