@@ -243,7 +243,8 @@ def main(args: argparse.Namespace) -> int:
     sockets = bind_sockets(settings) if os.environ.get("RANK", "0") == "0" else None
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLineFormatter())  # the server's log as JSON lines
-    log.handlers[:], log.propagate = [handler], False
+    for logger in (log, logging.getLogger("uvicorn")):
+        logger.handlers[:], logger.propagate = [handler], False
     log.setLevel(logging.INFO)
     settings.output_dir.mkdir(parents=True, exist_ok=True)
     # a restarted server may meet the lock of one that was killed on another machine

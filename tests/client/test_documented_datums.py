@@ -21,9 +21,9 @@ MASK = [0.0] * 3 + [1.0] * 4
 CONFIGS = {"dro": {"beta": 0.3}, "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}}
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    with ServiceClient(output_dir=tmp_path_factory.mktemp("out"), seed=3) as service:
+@pytest.fixture  # a service warns once
+def service(tmp_path):
+    with ServiceClient(output_dir=tmp_path / "out", seed=3) as service:
         yield service
 
 

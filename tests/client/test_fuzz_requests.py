@@ -88,7 +88,7 @@ def target(tmp_path_factory):
         ground = FuzzTarget(service)
         yield ground
     if ground.taken + ground.refused >= 600:  # the whole file was run: both outcomes must occur
-        assert ground.taken > 100 and ground.refused > 250, (ground.taken, ground.refused)
+        assert ground.taken > 70 and ground.refused > 250, (ground.taken, ground.refused)
 
 
 def format_value(value) -> str:

@@ -173,8 +173,8 @@ def test_a_sample_is_the_same_in_both_forms(wires):
 
 def test_what_has_no_protobuf_is_json_in_both_and_so_is_every_refusal(wires):
     model = wires.model()
-    wires.output(wires.ask(model, 1, make_text_datums()))
-    saved = wires.save(model, 2, "saved")
+    saved = wires.save(model, 1, "saved")
+    wires.output(wires.ask(model, 2, make_text_datums()))
     asks = [
         ("optim_step", {"adam_params": {"learning_rate": 1e-2}}),
         ("save_weights", {"path": "a"}),
