@@ -51,12 +51,19 @@ def run_folder(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def own_run(tmp_path_factory):
-    """Train with the method of `OWN`, and resume the run; return its folder and both results."""
+    """Train with the method of `OWN` and a function as reward, and resume the run without naming
+    it; return its folder and both results.
+    """
+
+    def ten_and_more(prompt, response, meta):
+        return 10.0 + len(response)
+
     folder = tmp_path_factory.mktemp("own")
     (folder / "mine.py").write_text(OWN)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        done = rl.train("mine.py:Twice", output_dir=folder / "run", looks=5, **SMALL)
+        settings = {"output_dir": folder / "run", "looks": 5, **SMALL}
+        done = rl.train("mine.py:Twice", reward=ten_and_more, **settings)
         again = rl.train(resume=True, output_dir=folder / "run", steps=2)
     return folder, done, again
 
@@ -160,6 +167,7 @@ def test_a_method_of_ones_own(own_run):
     folder, *results = own_run
     assert [result.metrics[-1]["own/looks"] for result in results] == [5.0, 5.0]
     assert [row["step"] for row in results[1].metrics] == [1, 2]
+    assert min(row["reward/total"] for row in results[1].metrics) >= 10.0
     config = json.loads((folder / "run/config.json").read_text())
     assert config["stages"][0]["method"] == "mine.py:Twice"
     assert (folder / "run/checkpoints/Twice-final").is_dir()

@@ -156,8 +156,9 @@ def play_episode():
 
 def test_the_tools_are_the_classes_public_methods(file):
     """As in TRL, the tools are the functions of the class; close is not a tool."""
-    names = {tool.__name__ for tool in resolve_environment(f"{file}:Counter").make().tools}
-    assert names == {"add", "double", "later"}
+    spec = resolve_environment(f"{file}:Counter")
+    assert {tool.__name__ for tool in spec.make().tools} == {"add", "double", "later"}
+    assert spec.needs_rows
 
 
 @pytest.mark.parametrize("process", [False, True])

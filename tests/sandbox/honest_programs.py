@@ -133,6 +133,8 @@ FUNCTIONS = {
     "doctest": "import doctest\ndef f(n):\n    '''\n    >>> f(2)\n    5\n    '''\n    return n * n + 1\ndoctest.testmod()",
     "an enum and a dataclass": "import enum\nfrom dataclasses import dataclass, field\nclass Op(enum.Enum):\n    SQUARE = 2\n@dataclass(frozen=True)\nclass P:\n    n: int\n"
                                "    power: Op = field(default=Op.SQUARE)\n    def value(self): return self.n ** self.power.value + 1\ndef f(n): return P(n).value()",
+    "a cached function": "import functools\n@functools.lru_cache(None)\n{f}",
+    "prints on the way": "def f(n):\n    print('working', n)\n    return n * n + 1",
 }  # fmt: skip
 PYTESTED = {
     "plain": "{f}",

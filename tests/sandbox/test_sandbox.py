@@ -567,6 +567,7 @@ def test_a_value_travels_without_its_class_and_an_object_not_at_all():
     ("floats", "1e400", "1e400", True),
     ("floats", 10**400, 10**400, True),
     ("sets", (2, 1), [1, 2], True),
+    ("sets", {1, 2}, [2, 1], True),
     ("sets", frozenset("ab"), {"b", "a"}, True),
     ("exact", {"a": {1}}, {"a": {1}}, True),
     ("sets", [2, [1]], [[1], 2], True),

@@ -50,7 +50,7 @@ def make_random_value(draw: random.Random, deep: int = 0, hashed: bool = False):
         lambda: draw.randrange(-9, 9),
         lambda: draw.getrandbits(200),
         lambda: -draw.getrandbits(70),
-        lambda: draw.gauss(0, 1e6),
+        lambda: draw.choice([draw.gauss(0, 1e6), math.inf, -math.inf]),
         lambda: draw.choice(["", "a", "é\ud800", "x" * 50]),
         lambda: draw.randbytes(3),
         lambda: complex(draw.random(), -1.5),

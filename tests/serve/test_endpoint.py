@@ -11,9 +11,11 @@ from endpoints import Endpoint, ScriptedBackend, TinyBackend
 from serving import until
 
 from rl.envs import resolve_environment
+from rl.errors import BadRequestError, ContextLengthError
 from rl.programs import program_env
 from rl.rollout import trajectory_to_datums
 from rl.serve import AgentSessions, HttpError, SampledTurn
+from rl.serve.http_errors import to_http_error
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 ASK = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello?"}]
@@ -248,6 +250,12 @@ def test_models_say_how_long_prompt_and_answer_may_be(tiny):
     assert reply.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_only_a_prompt_beyond_the_context_has_the_code_of_it():
+    advice = "max_tokens=None samples up to the context's end, and this model has no limit"
+    for kind, code in ((BadRequestError, None), (ContextLengthError, "context_length_exceeded")):
+        assert to_http_error(kind(advice)).code == code
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_likely_tokens_of_an_answer_that_ends_with_the_context(tiny, path):
     """The likeliest token at the last position is the greedy sample after the tokens before it."""
@@ -331,6 +339,7 @@ REFUSED = [
     (CHAT, {"stream": "yes"}, "stream"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
     (TEXT, {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT, {"stream": True, "stream_options": 3}, "stream_options"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
     (CHAT, {"parallel_tool_calls": False}, "parallel_tool_calls"),
     (TEXT, {"max_tokens": 0}, "max_tokens"),
@@ -338,6 +347,7 @@ REFUSED = [
     (TEXT, {"prompt": [[5], [-1]]}, "prompt[1]"),
     (TEXT, {"suffix": "z"}, "suffix"),
     (TEXT, {"best_of": 3}, "best_of"),
+    (TEXT, {"best_of": ["x"]}, "best_of"),
     (TEXT, {"logprobs": 99}, "logprobs"),
     (IDS, {"token_ids": "abc"}, "token_ids"),
     (IDS, {"sampling_params": {"prompt_logprobs": 1}}, "sampling_params.prompt_logprobs"),

@@ -113,7 +113,7 @@ def test_the_five_steps_are_those_of_the_clients_in_this_process_to_the_bit(wire
 
 
 def test_an_adapter_over_the_wire_is_scaled_by_alpha_32_as_on_tinker(wires, local_service):
-    rank, data, seen = 8, make_text_datums(), {}
+    rank, data, seen = 64, make_text_datums(), {}
     model = wires.model(rank=rank)
     wires.train(model, 1, data)
     rows = wires.score(model, 3, data)

@@ -97,6 +97,7 @@ def test_an_error_in_the_server_keeps_nothing_of_its_frames(caplog):
             except RuntimeError as error:
                 _resolve(promise.work_future, error, "work")
             words.append(promise.encoded_result.body)
+        kept.append(tracemalloc.get_traced_memory()[0])  # before a collection: no cycle holds them
     assert kept[0] < 1 << 19 and b"its log says why" in words[0] and b"broken" not in words[0]
 
 
@@ -132,7 +133,10 @@ def test_a_sent_answer_can_be_asked_for_again_for_a_while_and_an_unsent_one_for_
         item.do_upkeep()
         gone = wires.http.post("/api/v1/retrieve_future", json={"request_id": sent["request_id"]})
         assert gone.status_code == 410 and "expired" in gone.text
-        assert wires.wait(unsent) == first
+        for _ in range(2):  # the time begins when it is sent, not when it was finished
+            assert wires.wait(unsent) == first
+            time.sleep(0.05)
+            item.do_upkeep()
     assert item.request_store.resend_seconds == 0.5 and RequestStore(3600.0).resend_seconds == 60.0
 
 
