@@ -551,6 +551,18 @@ def test_resolved_settings_survive_json() -> None:
     assert config["options"]["output_dir"] == "somewhere/else"
 
 
+def test_a_saved_config_that_no_longer_fits_says_where() -> None:
+    config = run_config.resolve_config(read("sft"))
+    config["stages"][0]["settings"] |= {"noize": 1, "learning_rate": "fast"}
+    with pytest.raises(SettingsError) as caught:
+        load_resolved_config(config, METHODS, options=RunSettings)
+    unknown, wrong = caught.value.problems
+    assert "config.json stage sft, noize: no setting of sft; did you mean noise?" in unknown
+    assert "config.json stage sft, learning_rate" in wrong
+    with pytest.raises(SettingsError, match="is this file the config.json of a run"):
+        load_resolved_config({"model_type": "qwen3"}, METHODS, options=RunSettings)
+
+
 def test_difference_names_each_changed_setting() -> None:
     two = write_recipe("stages:\n- method: sft\n- method: grpo\n")
     saved = run_config.resolve_config(read(two))

@@ -229,6 +229,14 @@ def test_what_cannot_score_is_refused_before_the_first_step(options, says, tmp_p
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_a_template_that_knows_no_system_prompt_says_so(tmp_path, service):
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    judge = load_judge(service, write_model(tmp_path / "model", template=refuses + TEMPLATE))
+    says = r"model.*cannot render this conversation \(roles \['system', 'user', .*no system"
+    with pytest.raises(UserError, match=says):
+        judge.scores(make_episodes())
+
+
 def test_a_conversation_beyond_its_context_is_an_error(tmp_path, service):
     judge = load_judge(service, write_model(tmp_path / "model"))
     (group, *_) = make_episodes()

@@ -592,3 +592,22 @@ def test_a_policy_does_not_begin_from_the_reward_model_before_it(tmp_path):
     says = "stage rlhf comes after a reward model.*base_model: tiny:ascii"
     with pytest.raises(UserError, match=says):
         begins("", rm + ", base_model: tiny:ascii", rlhf)
+
+
+@pytest.mark.slow
+def test_rlhf_begins_from_the_weights_of_the_stage_that_it_names(tmp_path):
+    """Not from those of the reward model before it."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "stages:\n  - {method: sft, steps: 2}\n  - {method: reward_model, steps: 2}\n"
+        "  - {method: rlhf, base_model: sft, reward_model: reward_model, steps: 1, "
+        "learning_rate: 1e-9, max_tokens: 3}\n"
+        "learning_rate: 1e-2\nbatch_size: 8\neval_every: 0\nself_test: false\nreward_check: false\n"
+    )
+    train(str(recipe), tmp_path / "run")
+    sft, model, rlhf = (
+        load_file(str(tmp_path / f"run/checkpoints/{name}-final/model/model.safetensors"))
+        for name in ("sft", "reward_model", "rlhf")
+    )
+    assert all(torch.allclose(sft[name], rlhf[name], atol=1e-6) for name in sft)
+    assert any((sft[name] - model[name]).abs().max() > 1e-4 for name in sft)

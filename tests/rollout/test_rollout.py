@@ -12,6 +12,7 @@ from rl.rollout import (
     EpisodeFailed,
     RolloutBatch,
     StepResult,
+    TrajectoryGroup,
     compute_group_metrics,
     rollout,
     trajectory_to_datums,
@@ -216,12 +217,15 @@ def test_the_context_error_names_the_limit_that_the_action_has(sampler):
     assert f"has {limit} tokens, which with max_tokens=2 exceed" in result.errors[0]
 
 
-def test_merged_rollouts_add_counts_and_keep_the_larger_peak():
-    first = RolloutBatch([], [], {"emitted_tokens": 5, "peak_rows": 8}, 1.0, 2.0)
-    other = RolloutBatch(
-        [], [], {"emitted_tokens": 2, "peak_rows": 3, "prefix_cached_tokens": 1}, 0.5, 0.5
+def test_merged_rollouts_add_counts_and_keep_the_larger_peak_and_all_groups():
+    made = [TrajectoryGroup([], [], [], problem_index=i) for i in range(4)]
+    counters = {"emitted_tokens": 2, "peak_rows": 3, "prefix_cached_tokens": 1}
+    first = RolloutBatch(
+        made[:1], ["a"], {"emitted_tokens": 5, "peak_rows": 8}, 1.0, 2.0, made[1:2]
     )
-    merged = first.merge(other)
+    merged = first.merge(RolloutBatch(made[2:3], ["b"], counters, 0.5, 0.5, made[3:]))
+    assert (merged.groups, merged.untrained_groups) == (made[::2], made[1::2])
+    assert merged.errors == ["a", "b"]
     assert merged.counters == {"emitted_tokens": 7, "peak_rows": 8, "prefix_cached_tokens": 1}
     assert (merged.sample_seconds, merged.score_seconds) == (1.5, 2.5)
 
