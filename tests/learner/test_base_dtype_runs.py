@@ -79,7 +79,9 @@ def test_what_is_sampled_is_what_is_trained_and_the_run_proves_it(held_in, base,
     """The self-test at start is on. The KL is to the base with the adapter off."""
     needed(held_in)
     rows = two_and_two(f"{SAMPLES} --base-dtype {held_in} --base-model {base}", tmp_path)
-    assert all(row.get("optim/max_logprob_difference", 0) < 0.1 for row in rows)
+    name = "optim/max_logprob_difference"
+    differences = [row[name] for row in rows if name in row]
+    assert len(differences) == 4 and max(differences) < 0.1
     assert any(row.get("optim/kl_ref_k3", 0) > 0 for row in rows)
 
 
