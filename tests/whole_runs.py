@@ -95,13 +95,15 @@ def copy_killed_run(run: Path, to: Path) -> None:
     shutil.copytree(run, to, ignore=shutil.ignore_patterns("run.lock"))
 
 
-def two_and_two(words: str, folder: Path) -> list[dict]:
+def two_and_two(words: str, folder: Path, self_test: bool = False) -> list[dict]:
     """Check that four steps at once, and four steps that are killed in the third and resumed from
     the second, give the same metrics and weights.
 
-    `words`: of a run with a single stage, without steps and saving. Returns the metrics.
+    `words`: of a run with a single stage, without steps and saving. `self_test`: whether the
+    learner and the sampler are compared before the first step. Returns the metrics.
     """
-    words += " --steps 4 --save-every 2 --no-self-test --no-reward-check"
+    words += " --steps 4 --save-every 2 --no-reward-check"
+    words += "" if self_test else " --no-self-test"
     write_row = BatchLog.write_row
 
     def copy_in_third(self, done, metrics):

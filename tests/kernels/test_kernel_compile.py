@@ -116,7 +116,6 @@ NOTHING_KEPT = {"ENTROPY": True, "KEEP": False, "KEEP_SLOPE": False}
 QUICK = [(2048, "bf16", True)]
 MODELS = [(896, "bf16", True), (4096, "bf16", True), (1000, "fp16", False), (1024, "fp32", True)]
 MORE_MODELS = [(2304, "bf16", True), (3584, "bf16", False)]
-MODELS += [(1000, "fp16", False), (3584, "bf16", False), (1024, "fp32", True)]
 
 
 @pytest.mark.parametrize(
@@ -182,8 +181,6 @@ SPILLS = {
 }
 SOME = [("bf16", 80, 4096), ("fp32", 80, 1024), ("bf16", 86, 896), ("fp16", 89, 2048)]
 SOME += [("bf16", 100, 4096), ("bf16", 120, 2048), ("fp32", 120, 4096)]
-SOME += [("bf16", 86, 896), ("bf16", 100, 896)]
-SOME += [("fp32", 80, 1024), ("fp32", 120, 4096), ("fp16", 120, 4096)]
 EVERY = list(itertools.product(NAMES, GPUS, (896, 2048, 4096)))
 
 
@@ -217,20 +214,14 @@ def test_linear_logprob_kernels_on_other_gpus(dtype, capability, D, tmp_path):
         assert products in compiled.asm["ptx"] or dtype == "fp32"
 
 
+# Arguments that a model, a memory layout or a run fixes; every other argument changes from batch to
+# batch.
 SETTLED = {
     *"V columns eps stride_x stride_w stride_kept stride_out stride_row stride_head".split(),
     *"stride_page stride_place plane stride_table positions in_scale out_scale headroom".split(),
     *"scale beta low high stride stride_a stride_y".split(),
     # for an adapter of a layer
     *(f"{name}_{i}" for name in "scale end column columns rank ranks".split() for i in range(3)),
-}
-SETTLED |= set(
-    "plane stride_table positions in_scale out_scale headroom scale beta low high stride stride_a "
-    "stride_y".split()
-)
-# for an adapter of a layer
-SETTLED |= {
-    f"{name}_{i}" for name in "scale end column columns rank ranks".split() for i in range(3)
 }
 MODULES = (
     "linear_logprob_triton linear_logprob_hopper sample_tokens_triton decode_ops_triton paged_attention_triton "

@@ -472,20 +472,21 @@ def test_a_datums_mask_decides_in_every_fused_loss(monkeypatch, mask_name):
         "can_run_triton",
         lambda tensor: calls.append(tensor) or True,
     )
-    for name in by_hand.POLICY:
+    cases = [(name, {}) for name in by_hand.POLICY] + list(by_hand.CONFIGS.items())
+    for name, config in cases:
         logp, inputs = by_hand.make_inputs(1, mask_name)
         exact, leaf = logp.clone().requires_grad_(True), logp.float().requires_grad_(True)
-        expected, counted = by_hand.reference(name, exact, inputs, mask_name)
+        expected, counted = by_hand.reference(name, exact, inputs, mask_name, config)
         fields = {field: value.float() for field, value in inputs.items()}
         value, metrics = get_loss(name).fused_function(
-            leaf, torch.zeros(11), fields, torch.tensor(by_hand.CU), {}
+            leaf, torch.zeros(11), fields, torch.tensor(by_hand.CU), config
         )
         check_close(value, expected, 1e-5)
         check_close(
             torch.autograd.grad(value, leaf)[0], torch.autograd.grad(expected, exact)[0], 1e-5
         )
         assert {key: int(count) for key, count in metrics.items()} == counted
-    assert len(calls) == len(by_hand.POLICY)
+    assert len(calls) == len(cases)
 
 
 @mark_interpreted

@@ -174,21 +174,24 @@ def test_messages_have_a_bounded_size(monkeypatch, two_ranks):
 
 
 def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, two_ranks):
-    """With two ranks and losses times 2, the gradients' sum over ranks, halved, is the sum of the
-    gradients of both losses.
+    """With two ranks and losses times 2, as in every stage, the gradients' sum over ranks, halved,
+    is the sum of the gradients of both losses.
     """
     model, trainable = linear()
     engine = DeepSpeedBackend.__new__(DeepSpeedBackend)
-    stepped = []
+    losses, stepped = [], []
     engine.stage, engine.bf16_stage1 = 0, True
     engine.trainable, engine.adam = trainable, make_adamw(trainable)
     engine.wrapped = SimpleNamespace(
+        backward=lambda value: losses.append(float(value)),
         step=lambda: stepped.append(model.weight.grad.clone()),
         zero_grad=lambda: None,
         _config=SimpleNamespace(gradient_clipping=None),
     )
     engine.optimizer = SimpleNamespace(zero_grad=lambda: None)
     mine, other = torch.randn(3, 5), torch.randn(3, 5)
+    engine.backward(torch.tensor(1.5))
+    assert losses == [3.0]
     model.weight.grad = 2 * mine
     two_ranks.append(2 * other.flatten())
     norm, applied = engine.step(PARAMS)

@@ -141,7 +141,8 @@ def check_every_layout(model, takes: set[str]) -> None:
     logprobs, gradient = compute_plain_logprobs(model, data)
     for layout in LAYOUTS:
         if layout != "auto" and layout not in takes:
-            with pytest.raises(UserError, match=f"layout {layout} is not exact for tiny"):
+            refused = rf"layout {layout} is not exact for tiny \({type(model).__name__}\): "
+            with pytest.raises(UserError, match=refused):
                 make_learner(model, layout=layout)
             continue
         learner = make_learner(model, layout=layout)

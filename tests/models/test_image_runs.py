@@ -70,7 +70,7 @@ def test_grpo_on_pictures_resumes_bit_for_bit_and_shows_them(tmp_path):
         f"grpo {SMALL} --group-size 2 --max-tokens 3 --temperature 1.0 --lora-rank 4 "
         f"--rollouts-every 1 --learning-rate 1e-2"
     )
-    rows = two_and_two(words, tmp_path)
+    rows = two_and_two(words, tmp_path, self_test=True)
     apart = [
         row["optim/max_logprob_difference"] for row in rows if "optim/max_logprob_difference" in row
     ]

@@ -51,6 +51,8 @@ def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
     assert kind_of(make_engine(decoder)) == kind_of(make_engine(decoder, "plain")) == "plain"
     engine = make_engine(decoder, "paged", eos_token_ids=(3,), kv_cache_tokens=512)
     assert kind_of(engine) == "stepped" and engine.eos_token_ids == (3,)
+    with pytest.raises(UserError, match="fast decoder.*leave sampler_cache at auto"):
+        make_engine(make_decoder(tiny_model("gpt2")), "paged")
     decoder.tp_group = SimpleNamespace(size=2)  # device steps make no all-reduces
     assert kind_of(make_engine(decoder, "paged", kv_cache_tokens=512)) == "paged"
     with pytest.raises(ValueError, match="use the plain Engine"):

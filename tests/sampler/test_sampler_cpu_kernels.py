@@ -286,7 +286,9 @@ def use_cache(fresh, monkeypatch, tmp_path):
     return use
 
 
-def test_a_compiler_with_arguments_builds_the_library(use_cache, monkeypatch):
+def test_a_library_is_built_by_a_compiler_with_arguments_and_anew_if_it_cannot_be_loaded(
+    use_cache, monkeypatch
+):
     """A cached library that cannot be loaded is built again. Another process, of the same id in
     another container, is about to store its library.
     """

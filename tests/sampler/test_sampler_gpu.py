@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sampler_models import make_request, multistep_engine, paged_engine, row_settings, run_requests
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels import decode_ops, sample_tokens
 from kernels.lora_ops import add_lora_
@@ -124,12 +124,13 @@ def test_attention_over_pages_at_every_number_of_splits(rows, context):
         torch.testing.assert_close(module._run_backend("triton", *inputs), exact, atol=2e-2, rtol=0)
 
 
-def small_decoder(layers=3):
+def small_decoder(kind="qwen3", layers=3):
     sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=layers)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     torch.manual_seed(0)
-    config = Qwen3Config(**sizes, **heads, vocab_size=1000, tie_word_embeddings=True)
-    return make_decoder(Qwen3ForCausalLM(config).bfloat16().cuda(), kind="fast")
+    sizes |= dict(vocab_size=1000, tie_word_embeddings=kind == "qwen3")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads))
+    return make_decoder(model.bfloat16().cuda(), kind="fast")
 
 
 def run(engine, count, samples, length, step=0, max_tokens=60):
@@ -143,9 +144,12 @@ def run(engine, count, samples, length, step=0, max_tokens=60):
     return [s for response in run_requests(engine, requests) for s in response.sequences]
 
 
-def test_the_engine_over_pages_samples_what_the_plain_one_does():
-    """bf16: the tokens agree until rounding makes them differ; the logprobs before that agree."""
-    decoder = small_decoder(layers=2)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_the_engine_over_pages_samples_what_the_plain_one_does(kind):
+    """bf16: the tokens agree until rounding makes them differ; the logprobs before that agree.
+    Qwen2 has biases and no norm of queries and keys.
+    """
+    decoder = small_decoder(kind, layers=2)
     engines = (
         paged_engine(decoder, kv_cache_tokens=256 * 12, max_rows=8),
         Engine(decoder, kv_cache_tokens=100_000),
