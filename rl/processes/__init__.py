@@ -2,7 +2,7 @@
 
 A `SupervisedProcess` runs under a reaper, which ends every process that it started, also if this
 process is killed. A `WorkerProcess` exchanges framed messages with it within time limits. A
-`ForkedCall` calls a function in a fork.
+`ForkedCall` calls a function in a fork. A `RunLock` holds a folder for one process.
 """
 
 from rl.processes.forked_call import ForkedCall
@@ -15,6 +15,7 @@ from rl.processes.reaper import (
     kill_tree,
     set_parent_death_signal,
 )
+from rl.processes.run_lock import LOCK, RunLock
 from rl.processes.supervised_process import (
     MessageChannel,
     SupervisedProcess,
@@ -23,11 +24,13 @@ from rl.processes.supervised_process import (
 )
 
 __all__ = [
+    "LOCK",
     "MARK_VARIABLE",
     "ForkedCall",
     "FrameReader",
     "InvalidReply",
     "MessageChannel",
+    "RunLock",
     "SupervisedProcess",
     "WorkerDiedError",
     "WorkerProcess",

@@ -14,7 +14,7 @@ without a trace of the interruption.
     wandb/, wandb_id.txt     of each tracker: its files, and the id under which it resumes
     report.html              written at evaluations and at the end: rl.trainer.report_writer
     launches.jsonl           a line a launch: versions, devices, memory: rl.trainer.report_writer
-    run.lock                 while a process works in the folder: see rl.run_lock
+    run.lock                 while a process works in the folder: see rl.processes.run_lock
     logs/                    logs of the launcher (slurm/job.sh); never touched by this module
 
 `step` counts the optimizer steps completed since the start of the run, over all its stages: 0 is
@@ -47,10 +47,10 @@ from rl.jsonl import (
     write_atomically,
     write_jsonl,
 )
+from rl.processes import LOCK
 from rl.reporting import metric_plots, rollout_html
 from rl.reporting.tracker_process import TRACKER_FILES, RunTrackers, WarningSink
 from rl.reporting.update_files import name_update_file, write_update_file
-from rl.run_lock import LOCK
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
 EVALUATIONS = "evaluations"  # a .json and a .md file for each evaluation by evaluate.py

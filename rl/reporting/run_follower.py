@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rl.jsonl import METRICS_FILE, get_evaluation_step, get_rollout_step
+from rl.processes import LOCK
 from rl.reporting.curve_report import collect_alarms
 from rl.reporting.logbook import CONFIG, ROLLOUTS
 from rl.reporting.metric_plots import is_number
 from rl.reporting.rollout_report import get_reward, read_rollouts, select_evenly
-from rl.run_lock import LOCK
 from rl.sanitize import sanitize_text
 
 _STALE_SECONDS = 60.0  # age of a lock's heartbeat above which its process has ended

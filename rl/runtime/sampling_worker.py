@@ -457,7 +457,7 @@ class SamplingWorker:
         stream = self.streams.get(stream_id)
         return {} if stream is None or not self.reports_results else stream.unfinished()
 
-    def is_in_use(self, decoder: Decoder) -> bool:
+    def _is_in_use(self, decoder: Decoder) -> bool:
         """Return whether a version has a decoder, or a mixed stream, which samples to the end of a
         request from weights that were freed meanwhile.
         """

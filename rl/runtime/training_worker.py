@@ -366,7 +366,7 @@ class TrainingWorker(SamplingWorker):
         elif decoder is None:
             decoder = self._make_learner_decoder(model_id)
         else:
-            if self.is_in_use(decoder):
+            if self._is_in_use(decoder):
                 decoder = decoder.fork()
             decoder.load_(learner.iter_weights())
         if not on_servers:

@@ -300,7 +300,7 @@ class SamplerWorker(SamplingWorker):
         engines = [stream.engine for stream in self.streams.values()]
         users = (*self.transfers.values(), *engines)
         for decoder in model.decoders:
-            if not self.is_in_use(decoder) and all(user.decoder is not decoder for user in users):
+            if not self._is_in_use(decoder) and all(user.decoder is not decoder for user in users):
                 return model.loaded, decoder
         model.decoders.append(model.decoders[0].fork())
         return model.loaded, model.decoders[-1]

@@ -26,7 +26,7 @@ from rl.distributed import get_launch_sharding
 from rl.errors import UserError
 from rl.learner import choose_base_dtype
 from rl.memory_plan import ModelSkeleton
-from rl.run_lock import RunLock
+from rl.processes import RunLock
 from rl.runtime import WorkerSettings, make_worker_settings
 from rl.sampler import check_features
 from rl.serve.app import JsonLineFormatter, make_app, make_chat_page_route

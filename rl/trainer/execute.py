@@ -19,6 +19,7 @@ from rl.config import (
 )
 from rl.distributed import RunStopped, StopRequest
 from rl.errors import RunFolderError, UserError
+from rl.processes import RunLock
 from rl.reporting import (
     Console,
     Logbook,
@@ -31,7 +32,6 @@ from rl.reporting import (
     load_saved_config,
     write_config,
 )
-from rl.run_lock import RunLock
 from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.config_diff import (
     CHANGES_KEY,

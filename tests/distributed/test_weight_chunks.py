@@ -13,7 +13,7 @@ import torch
 
 REPO = Path(__file__).resolve().parents[2]
 RANK = """
-import sys, torch
+import os, sys, torch
 from rl.distributed import collectives
 from rl.learner import ModelSpec
 from rl.runtime.weight_sync import WeightSnapshot, WeightTransfer
@@ -55,6 +55,7 @@ else:
         assert tensor.dtype == dtypes[name]
     print("received", len(loaded), flush=True)
 group.close()
+os._exit(0)  # as ranks of a run end: torch's threads abort a slow teardown
 """
 
 

@@ -98,7 +98,7 @@ MUTANTS = [Mutant(*fields) for fields in (
      "a short sample that ends alike is taken for the datum's",
      "for length in sorted(self._length_counts.get(tail, ()), reverse=True):",
      "for length in sorted(self._length_counts.get(tail, ())):"),
-    ("rl/run_lock.py", "run_lock", "who lost the folder removes the new owner's lock",
+    ("rl/processes/run_lock.py", "run_lock", "who lost the folder removes the new owner's lock",
      'if owner is not None and owner.get("nonce") == self._record["nonce"]:',
      "if owner is not None:"),
     ("rl/reporting/alarm_monitor.py", "alarms_windows alarms",

@@ -30,7 +30,7 @@ def make_episodes(name: str, renderer: str, settings: dict) -> list:
         result = rollout(groups(made, renderer, 6), writer, PARAMS, seed=0)
     else:
         policy = MadeUp(TOKENIZER, draw_any_reply, logprob=-3.0)
-        result = play(name, policy, groups=3, members=2, renderer=renderer, **settings)
+        result = play(name, policy, groups=4, members=2, renderer=renderer, **settings)
     assert not result.errors
     played = [episode for group in result.groups for episode in group.trajectories_G]
     numbers = np.random.default_rng(3)

@@ -154,8 +154,8 @@ def test_random_workloads(seed, pages):
     query: dict[int, SamplingRequest] = {}
     answers, dropped = {}, set()
     talks: dict[tuple[str, int], list[int]] = {}
-    for step in range(40):
-        for _ in range(int(rng.integers(0, 3)) if step < 28 else 0):
+    for step in range(60):
+        for _ in range(int(rng.integers(0, 3)) if step < 40 else 0):
             model = int(rng.integers(0, 5))
             name = f"talk {rng.integers(0, 3)}" if rng.random() < 0.4 else None
             prompt = rng.integers(0, 41, int(rng.integers(1, 20))).tolist()

@@ -253,7 +253,7 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
         return result
 
     monkeypatch.setattr(DeviceSteps, "launch_next", launch_next)
-    for seed in range(8):
+    for seed in range(12):
         engine, requests = make_tight_engine(np.random.default_rng(seed), decoder)
         engine.runs_ahead = True
         if seed % 2:  # rows for all requests, so that none wait

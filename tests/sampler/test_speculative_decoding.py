@@ -32,7 +32,7 @@ from rl.types import SamplingParams
 EOS = (3,)
 
 
-def make_requests(rng: np.random.Generator, count: int = 9) -> list[SamplingRequest]:
+def make_requests(rng: np.random.Generator, count: int = 12) -> list[SamplingRequest]:
     """Return requests with repeated text, of low and high entropy, some of which share a prompt."""
     requests = []
     for problem in range(count):

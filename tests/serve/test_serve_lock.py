@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
-from rl.run_lock import LOCK  # noqa: E402
+from rl.processes.run_lock import LOCK  # noqa: E402
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from rl.errors import RunFolderError
-from rl.run_lock import RunLock
+from rl.processes.run_lock import RunLock
 
 REPO = Path(__file__).resolve().parents[2]
 HOLD = f"""
 import sys, time
 sys.path.insert(0, {str(REPO)!r})
 from pathlib import Path
-from rl.run_lock import RunLock
+from rl.processes.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]), heartbeat_seconds=0.1, stale_seconds=1.0)
 lock.acquire(lambda text: print(text, flush=True))
 print("held", flush=True)
@@ -192,7 +192,7 @@ import os, random, sys, time
 sys.path.insert(0, {str(REPO)!r})
 from pathlib import Path
 from rl.errors import RunFolderError
-from rl.run_lock import RunLock
+from rl.processes.run_lock import RunLock
 folder, rng = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
 had, end = 0, time.monotonic() + 4
 while time.monotonic() < end or had == 0:
