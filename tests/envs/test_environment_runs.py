@@ -151,7 +151,7 @@ def a_sandbox() -> Sandbox:
 @pytest.mark.slow
 def test_python_keeps_its_state_and_loses_it_with_what_ends_it():
     a_sandbox().close()
-    environment = Python(seconds=1.0)
+    environment = Python(seconds=2.0)
     python = environment.python
     assert python("a = 3\nprint('hi')\na * 2").split() == ["hi", "6"] and python("a + 1") == "4"
     assert "ZeroDivisionError" in python("1 / 0") and python("a") == "3"

@@ -307,7 +307,6 @@ TRAIN = (
     "--max-tokens 4 --eval-every 0 --learning-rate 1e-2 --rollouts-every 1 --save-every 0 "
     "--no-eval-greedy --quiet"
 )
-TRAIN += "--learning-rate 1e-2 --rollouts-every 1 --save-every 0 --no-eval-greedy --quiet"
 
 
 def read_rollouts(folder: Path, step: int) -> list[dict]:
