@@ -505,7 +505,7 @@ def read_tools(columns: Columns) -> tuple[dict[str, Any], ...]:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except ValueError:
+        except (ValueError, RecursionError):
             return ()
     elif isinstance(tools, list):
         tools = [_without_nulls(tool) for tool in tools]

@@ -57,6 +57,7 @@ ROWS = [
     ({"prompt": "2+2?", "completion": "4", "tools": []}, None),
     ({"prompt": "2+2?", "completion": "4", "tools": ["hammer"]}, None),  # not about calls
     ({"prompt": "2+2?", "completion": "4", "tools": "a hammer"}, None),
+    ({"prompt": "2+2?", "completion": "4", "tools": "[" * 100_000}, None),
 ]
 
 

@@ -64,13 +64,6 @@ def model_server(tmp_path_factory):
         yield first
 
 
-@pytest.fixture
-def wires(model_server):
-    first = Wire(model_server)
-    first.open()
-    return first
-
-
 @pytest.fixture(scope="module")
 def local_service(tmp_path_factory):
     """Yield a service in this process, the reference for the models of `Wire.model`."""

@@ -2,26 +2,13 @@
 
 import numpy as np
 import pytest
-from serving import BASE, PROTOBUF, Wire, assert_same_rows, server, unpack_sequences
+from serving import BASE, PROTOBUF, assert_same_rows, unpack_sequences
 from test_serve import make_text_datums
 
 from rl.client import ServiceClient
 from rl.losses import LOSSES
 from rl.serve import tinker_pb2
 from rl.types import AdamParams, Datum, ModelInput, TensorData
-
-
-@pytest.fixture(scope="module")
-def model_server(tmp_path_factory):
-    with server(tmp_path_factory.mktemp("served")) as first:
-        yield first
-
-
-@pytest.fixture
-def wires(model_server):
-    first = Wire(model_server)
-    first.open()
-    return first
 
 
 @pytest.fixture(scope="module")

@@ -33,19 +33,6 @@ from rl.serve import serving_engine
 from rl.serve.served_models import ModelManager
 
 
-@pytest.fixture(scope="module")
-def model_server(tmp_path_factory):
-    with server(tmp_path_factory.mktemp("served")) as first:
-        yield first
-
-
-@pytest.fixture
-def wires(model_server):
-    first = Wire(model_server)
-    first.open()
-    return first
-
-
 def are_in_memory(served, models):
     return [served.session_store.models[model].client is not None for model in models]
 
