@@ -8,6 +8,9 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Without bytecode each process compiles rl/ again (0.6 s) and each test session all tests (15 s).
 unexport PYTHONDONTWRITEBYTECODE
+# A test may call make itself (a page's block does): it must not inherit ARGS.
+MAKEOVERRIDES :=
+unexport ARGS
 
 .PHONY: train test slow test-all durations lint campaign clean
 
