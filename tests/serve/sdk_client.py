@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 import threading
 import time
@@ -173,7 +174,8 @@ def main():
     actual["run"] = rest.get_training_run(client.model_id).result().base_model
     actual["schema"] = schema.SerializeToString().hex()
     actual["beside"] = train_two_clients(*services)
-    print(json.dumps(actual))
+    print(json.dumps(actual), flush=True)
+    os._exit(0)  # the SDK's daemon thread can abort a process that finalizes
 
 
 if __name__ == "__main__":
