@@ -51,7 +51,7 @@ def read_file(path: Path) -> Iterator[Row]:
     with opened as stream:
         suffix = _suffix(path).removesuffix(".gz")
         if suffix == ".jsonl":
-            yield from parse_json_lines(read_lines(stream, path), path.name)
+            yield from parse_json_lines(read_lines(stream, path), path)
         elif suffix in DELIMITERS:
             yield from read_delimited(stream, path, suffix)
         else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from rl.config import DataFormat
 from rl.data.data_files import find_files, read_file
@@ -21,7 +21,6 @@ from rl.data.dataset_registry import (
 from rl.data.problem_set import ProblemSet
 from rl.data.prompt_template import PromptTemplate
 from rl.data.row_formats import ColumnNames, RowFormat
-from rl.data.row_images import RowImages
 from rl.data.row_parser import ROW_FORMATS, RowParser, choose_format, detect_format
 from rl.data.row_readers import (
     FILE_SUFFIXES,
@@ -109,14 +108,11 @@ def load_problems(
     Raises UserError if an option is invalid, or if the source cannot be read or has no rows.
     """
     _check_options(format, on_bad_row, limit)
-    named_file = split_named_file(str(source))
-    entry = named_file[0] if named_file is not None else _find_hub_entry(str(source))
+    source, entry = _resolve_source(str(source))
     if entry is not None and format == "auto" and (prompt_column, response_column) == _DEFAULTS:
         format = entry.format
-    if named_file is not None:
-        source = named_file[1]
     template = PromptTemplate(system_prompt, prompt_template, prompt_suffix, answer_column)
-    name, _, options = str(source).partition(":")
+    name, _, options = source.partition(":")
     if name in GENERATED:
         generated = GENERATED[name](split, _parse_options(options), tag=tag or name)
         return template.apply_to_set(generated if limit is None else generated.first(limit))
@@ -124,44 +120,37 @@ def load_problems(
         prompt_column, response_column, answer_column, chosen_column, rejected_column
     )
     if stream:
-        paths, label = _find_source_files(str(source), split, config)
+        paths, label = _find_source_files(source, split, config)
         table = open_table(paths)
         if not len(table):
             raise UserError(f"{source} (split {split!r}) holds no row")
-        parser = RowParser(template, RowImages(image_column, paths[0].parent), tag or label)
-        first = _first_columns(table.row(0))
-        reader = choose_format(format, first, names)
-        _check_stream(source, reader, first)
+        reader = _choose_stream_format(source, table.row(0), format, names)
+        parser = RowParser(template, tag or label, image_column)
         streamed = StreamedProblemSet(
             table, reader, parser, name=f"{label}/{split}", on_bad_row=on_bad_row
         )
         return streamed if limit is None else streamed.first(limit)
-    rows, label = _read_source(str(source), split, config)
-    parser = RowParser(template, RowImages(image_column), tag or label)
+    rows, label = _read_source(source, split, config)
+    parser = RowParser(template, tag or label, image_column)
     # Rows of a file may name their split; other sources were read by split.
     file_split = split if Path(source).expanduser().is_file() else None
-    bad = BadRowCollector(on_bad_row)
-    problems = _parse_problems(rows, format, names, limit, parser, bad, file_split)
+    problems = _parse_problems(rows, format, names, limit, parser, on_bad_row, file_split)
     if not problems:
         raise UserError(f"{source} (split {split!r}) holds no row")
     return ProblemSet(problems, name=f"{label}/{split}")
 
 
-def _check_stream(source: str | Path, reader: Any, row: Mapping[str, Any]) -> None:
-    """Raise UserError if the rows of a file, such as `row`, name their split."""
-    if Path(source).expanduser().is_file() and reader.split_of(row) is not None:
-        raise UserError(
-            f"{source}: its rows name their split, which a stream does not read: leave out "
-            "stream, or write each split to a file of a folder (train.jsonl, test.jsonl)"
-        )
-
-
 _DEFAULTS = ("prompt", None)  # prompt_column and response_column that no caller named
 
 
-def _find_hub_entry(source: str) -> DatasetEntry | None:
-    """Return the entry of a data set that is read from the hub; None if it is not listed."""
-    return None if Path(source).expanduser().exists() else find_dataset(source)
+def _resolve_source(source: str) -> tuple[str, DatasetEntry | None]:
+    """Return a source, of NAME:FILE the file, and the listed data set whose columns it has; None if
+    it is not listed.
+    """
+    if (named_file := split_named_file(source)) is not None:
+        entry, file = named_file
+        return file, entry
+    return source, None if Path(source).expanduser().exists() else find_dataset(source)
 
 
 def _check_options(format: str, on_bad_row: str, limit: int | None) -> None:
@@ -173,14 +162,24 @@ def _check_options(format: str, on_bad_row: str, limit: int | None) -> None:
         raise UserError(f"limit must be at least 1 (None: all rows), got {limit}")
 
 
-def _first_columns(row: Row) -> Columns:
-    """Return the columns of a stream's first row. Raises UserError if that row is bad."""
-    if isinstance(row.columns, BadRow):
+def _choose_stream_format(source: str, first: Row, format: str, names: ColumnNames) -> RowFormat:
+    """Return the reader of a stream's rows by its first row. Raises UserError if that row is bad,
+    or if the rows of a file name their split.
+    """
+    try:
+        columns = first.columns
+    except BadRow as error:
         raise UserError(
-            f"{row.place}: {row.columns}; the first row of a stream determines the format of all "
-            "rows, so it must be valid"
+            f"{first.place}: {error}; the first row of a stream determines the format of all rows, "
+            "so it must be valid"
+        ) from error
+    reader = choose_format(format, columns, names)
+    if Path(source).expanduser().is_file() and reader.split_of(columns) is not None:
+        raise UserError(
+            f"{source}: its rows name their split, which a stream does not read: leave out "
+            "stream, or write each split to a file of a folder (train.jsonl, test.jsonl)"
         )
-    return row.columns
+    return reader
 
 
 def has_row_splits(
@@ -190,12 +189,11 @@ def has_row_splits(
 
     columns: the column arguments of `load_problems`.
     """
-    if (named_file := split_named_file(str(source))) is not None:
-        source = named_file[1]
+    source, _ = _resolve_source(str(source))
     if not Path(source).expanduser().is_file():
         return False
     names = {key: name for key in asdict(ColumnNames()) if (name := columns.get(f"{key}_column"))}
-    first = _first_good_row(str(source))
+    first = _first_good_row(source)
     if first is None:
         return False
     return choose_format(format, first, ColumnNames(**names)).split_of(first) is not None
@@ -207,15 +205,13 @@ def find_default_reward(source: str) -> str | None:
     Known sources: catalogued data sets (by short name, hub name, or name and file), generated sets,
     and files of programs to write, of multiple choice or of instructions.
     """
-    if (named_file := split_named_file(source)) is not None:
-        return named_file[0].reward
+    source, entry = _resolve_source(source)
+    if entry is not None:
+        return entry.reward
     if (name := source.partition(":")[0]) in GENERATED_REWARDS:
         return GENERATED_REWARDS[name]
-    if Path(source).expanduser().is_file():
-        first = _first_good_row(source)
-        return None if first is None else ROW_FORMATS[detect_format(first, ColumnNames())].reward
-    entry = _find_hub_entry(source)
-    return None if entry is None else entry.reward
+    first = _first_good_row(source) if Path(source).expanduser().is_file() else None
+    return None if first is None else ROW_FORMATS[detect_format(first, ColumnNames())].reward
 
 
 def _first_good_row(source: str) -> Columns | None:
@@ -224,7 +220,7 @@ def _first_good_row(source: str) -> Columns | None:
         (
             row.columns
             for row in _read_source(source, "train", None)[0]
-            if not isinstance(row.columns, BadRow)
+            if not isinstance(row.content, BadRow)
         ),
         None,
     )
@@ -250,7 +246,7 @@ def _read_source(source: str, split: str, config: str | None) -> tuple[Iterator[
             ), label
         return read_hub(source, config, split), label
     paths, label = _find_source_files(source, split, config)
-    return (replace(row, folder=path.parent) for path in paths for row in read_file(path)), label
+    return (row for path in paths for row in read_file(path)), label
 
 
 def _find_source_files(source: str, split: str, config: str | None) -> tuple[list[Path], str]:
@@ -305,7 +301,7 @@ def _parse_problems(
     names: ColumnNames,
     limit: int | None,
     parser: RowParser,
-    bad: BadRowCollector,
+    on_bad_row: OnBadRow,
     split: str | None,
 ) -> list[Problem]:
     """Convert rows to problems. Bad rows are raised or logged after the last row.
@@ -313,28 +309,16 @@ def _parse_problems(
     split: skip rows that name another split; None: keep all rows.
     """
     problems: list[Problem] = []
+    bad = BadRowCollector(on_bad_row)
     reader: RowFormat | None = None
     for row in rows:
         if limit is not None and len(problems) >= limit:
             break
         try:
-            if isinstance(row.columns, BadRow):
-                raise row.columns
             reader = reader or choose_format(format, row.columns, names)
             if split is not None and reader.split_of(row.columns) not in (None, split):
                 continue
-            parser.images.folder = row.folder
-            contents = reader.read_all(row.columns)
-            problems += [
-                parser.parse(
-                    content,
-                    row.columns,
-                    len(problems) + i,
-                    row.place if len(contents) == 1 else f"{row.place}, instance {i + 1}",
-                    names.prompt,
-                )
-                for i, content in enumerate(contents)
-            ]
+            problems += parser.parse(row, reader, len(problems))
         except BadRow as error:
             bad.add(row.place, error)
     example = "" if reader is None else reader.example

@@ -66,22 +66,20 @@ def load_rollouts(
     for path in files:
         for row in read_file(path):
             try:
-                if isinstance(row.columns, BadRow):
-                    raise row.columns
-                if row.columns.get("image_count") or any(
-                    isinstance(column, list) and has_images(column)
-                    for column in row.columns.values()
+                columns = row.columns
+                if columns.get("image_count") or any(
+                    isinstance(column, list) and has_images(column) for column in columns.values()
                 ):
                     raise BadRow(
                         "its prompt has images, which training on stored answers does not support: "
                         "use sft or dpo for such rows"
                     )
-                if "response_tokens" in row.columns:
-                    key, problem = _parse_run_row(row.columns, row.place)
+                if "response_tokens" in columns:
+                    key, problem = _parse_run_row(columns, row.place)
                     key = (path.name, *key)
                 else:
                     key, problem = _parse_published_row(
-                        row.columns, row.place, prompt_column, response_column, reward_column
+                        columns, row.place, prompt_column, response_column, reward_column
                     )
             except BadRow as error:
                 bad.add(row.place, error)

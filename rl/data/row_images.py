@@ -23,7 +23,7 @@ COLUMNS = ("images", "image")  # the columns searched for images if no column is
 MARK = "<image>"  # the placeholder of an image in the prompts of many data sets
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowImages:
     """Insert a row's images into its messages.
 

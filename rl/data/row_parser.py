@@ -21,7 +21,7 @@ from rl.data.row_formats import (
     read_tools,
 )
 from rl.data.row_images import RowImages
-from rl.data.row_readers import Columns
+from rl.data.row_readers import Columns, Row
 from rl.types import Problem
 
 # The formats by name, in the order in which `detect_format` tries them.
@@ -68,27 +68,39 @@ def choose_format(format: str, columns: Columns, names: ColumnNames) -> RowForma
 
 @dataclass(frozen=True)
 class RowParser:
-    """Convert the contents of rows to problems: wrap prompts, insert images, set the tag."""
+    """Convert rows to problems: read their contents, wrap prompts, insert images, set the tag.
+
+    image_column: see `RowImages`.
+    """
 
     template: PromptTemplate
-    images: RowImages
     tag: str
+    image_column: str | None = None
 
-    def parse(
-        self, content: Problem, columns: Columns, index: int, place: str, prompt_column: str
-    ) -> Problem:
-        """Return the problem of a row. Raises BadRow for bad images or tools."""
-        image_columns = self.images.image_columns(columns)
-        prompt = self.images(self.template(content.messages, columns), columns)
-        meta = {key: value for key, value in content.meta.items() if key not in image_columns}
-        chat = is_chat(columns, prompt_column)
-        return replace(
-            content,
-            messages=prompt,
-            meta=meta,
-            tag=self.tag,
-            index=index,
-            place=place,
-            chat=chat,
-            tools=read_tools(columns) if prompt else (),
-        )
+    def parse(self, row: Row, reader: RowFormat, index: int) -> list[Problem]:
+        """Return the problems of a row, with consecutive indices from `index`. Raises BadRow for a
+        bad row, for a row of another format, and for bad images or tools.
+        """
+        columns = row.columns
+        contents = reader.read_all(columns)
+        images = RowImages(self.image_column, row.folder)
+        image_columns = images.image_columns(columns)
+        chat = is_chat(columns, reader.names.prompt)
+        problems = []
+        for number, content in enumerate(contents):
+            prompt = images(self.template(content.messages, columns), columns)
+            problems.append(
+                replace(
+                    content,
+                    messages=prompt,
+                    meta={k: v for k, v in content.meta.items() if k not in image_columns},
+                    tag=self.tag,
+                    index=index + number,
+                    place=row.place
+                    if len(contents) == 1
+                    else f"{row.place}, instance {number + 1}",
+                    chat=chat,
+                    tools=read_tools(columns) if prompt else (),
+                )
+            )
+        return problems

@@ -150,8 +150,15 @@ class Row:
     """Hold a row: its place ("train.jsonl line 12") and its columns, or the reason it is bad."""
 
     place: str
-    columns: Columns | BadRow
+    content: Columns | BadRow
     folder: Path | None = None  # the folder that paths in the row are relative to
+
+    @property
+    def columns(self) -> Columns:
+        """Return the columns. Raises BadRow if the row is bad."""
+        if isinstance(self.content, BadRow):
+            raise self.content
+        return self.content
 
 
 @dataclass(slots=True)
@@ -255,20 +262,20 @@ def read_lines(stream: Iterable[bytes], path: Path) -> Iterator[bytes]:
         ) from error
 
 
-def parse_json_lines(lines: Iterable[bytes], name: str) -> Iterator[Row]:
+def parse_json_lines(lines: Iterable[bytes], path: Path) -> Iterator[Row]:
     """Return the rows of a .jsonl file: a JSON object per line, empty lines skipped."""
     return (
-        parse_json_line(line, number, name)
+        parse_json_line(line, number, path)
         for number, line in enumerate(lines, start=1)
         if line.strip()
     )
 
 
-def parse_json_line(line: bytes, number: int, name: str) -> Row:
-    """Parse line `number` (from 1) of the .jsonl file `name`."""
+def parse_json_line(line: bytes, number: int, path: Path) -> Row:
+    """Parse line `number` (from 1) of the .jsonl file `path`."""
     if number == 1:
         line = line.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
-    return Row(f"{name} line {number}", _parse_columns(line))
+    return Row(f"{path.name} line {number}", _parse_columns(line), path.parent)
 
 
 def _parse_columns(line: bytes) -> Columns | BadRow:
@@ -339,7 +346,8 @@ def parse_json_list(text: bytes, path: Path) -> Iterator[Row]:
         raise UserError(f"{path} holds a {type(values).__name__}; a list of objects is expected")
     may_have_flaw = _may_have_flaw(text)  # once for the file, not for each row
     for number, value in enumerate(values, start=1):
-        yield Row(f"{path.name} row {number}", _check_object(value, may_have_flaw))
+        content = _check_object(value, may_have_flaw)
+        yield Row(f"{path.name} row {number}", content, path.parent)
 
 
 def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:

@@ -100,19 +100,15 @@ class StreamedProblemSet(ProblemSet):
 
     def _parse_row(self, row: Row, index: int) -> Problem:
         try:
-            if isinstance(row.columns, BadRow):
-                raise row.columns
-            contents = self._reader.read_all(row.columns)
-            if len(contents) > 1:
-                raise BadRow(
-                    f"it holds {len(contents)} instances, and a row of a stream is a single "
-                    "problem: write each as a row, or leave out stream"
-                )
-            prompt = self._reader.names.prompt
-            problem = self._parser.parse(contents[0], row.columns, index, row.place, prompt)
+            problems = self._parser.parse(row, self._reader, index)
         except BadRow as error:
             raise UserError(str(error)) from error
-        return problem if self._check is None else self._check(problem)
+        if len(problems) > 1:
+            raise UserError(
+                f"it holds {len(problems)} instances, and a row of a stream is a single problem: "
+                "write each as a row, or leave out stream"
+            )
+        return problems[0] if self._check is None else self._check(problems[0])
 
     def _skip_row(self, place: int, text: str, skip: bool, error: UserError) -> None:
         """Log a bad row that is skipped. Raises UserError if bad rows are errors."""

@@ -67,7 +67,8 @@ def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
                     f"{suffix} file by {DELIMITERS[suffix]!r}: write it with that separator"
                 )
         elif cells:
-            yield Row(f"{path.name} line {reader.line_num}", _parse_cells(header, cells))
+            content = _parse_cells(header, cells)
+            yield Row(f"{path.name} line {reader.line_num}", content, path.parent)
 
 
 def _parse_cells(header: Sequence[str], cells: Sequence[str]) -> Columns | BadRow:
@@ -117,7 +118,7 @@ def _open_jsonl(path: Path) -> Table:
     def read_row(index: int) -> Row:
         at, number = lines[index]
         stream.seek(at)
-        return parse_json_line(stream.readline(), number, path.name)
+        return parse_json_line(stream.readline(), number, path)
 
     return Table(read_row, len(lines))
 
@@ -140,7 +141,8 @@ def _open_arrow(path: Path) -> Table:
         ) from error
 
     def read_row(index: int) -> Row:
-        return Row(f"{path.name} row {index}", columns.slice(index, 1).to_pylist()[0])
+        content = columns.slice(index, 1).to_pylist()[0]
+        return Row(f"{path.name} row {index}", content, path.parent)
 
     return Table(read_row, columns.num_rows)
 
@@ -171,7 +173,8 @@ def _open_parquet(path: Path) -> Table:
 
     def read_row(index: int) -> Row:
         group = bisect_right(starts, index) - 1
-        return Row(f"{path.name} row {index}", read_group(group)[index - starts[group]])
+        content = read_group(group)[index - starts[group]]
+        return Row(f"{path.name} row {index}", content, path.parent)
 
     return Table(read_row, starts[-1], blocks)
 
