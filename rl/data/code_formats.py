@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl.data.row_formats import RowFormat, get_column, make_prompt, read_text
+from rl.data.row_formats import RowFormat, collect_meta, get_column, make_prompt, read_text
 from rl.data.row_readers import BadRow, Columns
 from rl.sandbox import extract_helpers
 from rl.types import Problem
@@ -218,10 +218,7 @@ def _problem(
     columns: Columns,
     used: Sequence[str],
 ) -> Problem:
-    meta = {
-        **{name: value for name, value in columns.items() if name not in used},
-        "tests": dict(tests),
-    }
+    meta = {**collect_meta(columns, None, used), "tests": dict(tests)}
     response = None if solution is None else f"```python\n{solution.strip(chr(10))}\n```"
     return Problem(make_prompt(prompt), meta, response)
 

@@ -59,15 +59,8 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def _suffix(path: Path) -> str:
-    """Return the longest data suffix of a file name; "" if it has none."""
-    return next(
-        (
-            suffix
-            for suffix in sorted(FILE_SUFFIXES, key=len, reverse=True)
-            if path.name.endswith(suffix)
-        ),
-        "",
-    )
+    """Return the data suffix of a file name; "" if it has none."""
+    return next((suffix for suffix in FILE_SUFFIXES if path.name.endswith(suffix)), "")
 
 
 def find_files(folder: Path, split: str, config: str | None = None) -> list[Path]:
@@ -123,11 +116,8 @@ def find_files(folder: Path, split: str, config: str | None = None) -> list[Path
 
 def _files_by_name(folder: Path, name: str) -> list[Path]:
     """Return the file <name>.<suffix> of the first data suffix that exists."""
-    return [
-        folder / f"{name}{suffix}"
-        for suffix in FILE_SUFFIXES
-        if (folder / f"{name}{suffix}").is_file()
-    ][:1]
+    files = (folder / f"{name}{suffix}" for suffix in FILE_SUFFIXES)
+    return [path for path in files if path.is_file()][:1]
 
 
 def _files_of_saved(folder: Path, name: str) -> list[Path]:
@@ -242,12 +232,13 @@ def _files_by_pattern(folder: Path, name: str, config: str | None) -> list[Path]
 
 def _data_files(folder: Path) -> list[Path]:
     """Return the data files directly in a folder, sorted, without metadata files."""
-    files = [
+    return [
         path
         for path in sorted(folder.iterdir())
-        if path.is_file() and path.name.endswith(FILE_SUFFIXES)
+        if path.is_file()
+        and path.name.endswith(FILE_SUFFIXES)
+        and path.name.partition(".")[0] not in _METADATA_STEMS
     ]
-    return [path for path in files if path.name.partition(".")[0] not in _METADATA_STEMS]
 
 
 def _names_a_split(path: Path) -> bool:

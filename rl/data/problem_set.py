@@ -70,21 +70,18 @@ class ProblemSet(Sequence[Problem]):
 
     def first(self, count: int) -> ProblemSet:
         """Return the first `count` problems (at most all of them), with the same variants."""
-        return ProblemSet(self._problems[:count], name=self.name, variant=self._variant)
+        return self.subset(range(min(count, len(self))))
 
     def subset(self, indices: Sequence[int]) -> ProblemSet:
         """Return the problems at these indices, with the same variants."""
-        return ProblemSet(
-            [self._problems[i] for i in indices], name=self.name, variant=self._variant
-        )
+        return self._with_problems([self._problems[i] for i in indices])
 
     def with_rows(self, rows: Mapping[int, Problem]) -> ProblemSet:
         """Return a copy of the set with the problems at some indices replaced."""
-        return ProblemSet(
-            [rows.get(i, p) for i, p in enumerate(self._problems)],
-            name=self.name,
-            variant=self._variant,
-        )
+        return self._with_problems([rows.get(i, p) for i, p in enumerate(self._problems)])
+
+    def _with_problems(self, problems: Sequence[Problem]) -> ProblemSet:
+        return ProblemSet(problems, name=self.name, variant=self._variant)
 
     def batch(self, step: int, batch_size: int, seed: int) -> list[Problem]:
         """Return the `batch_size` problems of step `step` (from 0).
@@ -184,9 +181,6 @@ class Mixture(ProblemSet):
                 parts.append(part.subset(chosen))
                 weights.append(weight)
         return Mixture(parts, weights)
-
-    def first(self, count: int) -> ProblemSet:
-        return self.subset(range(min(count, len(self))))
 
     def with_rows(self, rows: Mapping[int, Problem]) -> ProblemSet:
         parts = []

@@ -98,15 +98,9 @@ class ColumnsFormat(RowFormat):
             completion = columns.get("completion")
             if isinstance(completion, str) and completion.strip():
                 return completion
-            return (
-                _assistant_text(completion[0], "completion")
-                if isinstance(completion, list) and len(completion) == 1
-                else None
-            )
-        value = get_column(columns, name)
-        if isinstance(value, list) and len(value) == 1:
-            return _assistant_text(value[0], name)
-        return read_text(columns, name)
+            is_message = isinstance(completion, list) and len(completion) == 1
+            return _read_answer(columns, "completion") if is_message else None
+        return _read_answer(columns, name)
 
 
 class MessagesFormat(RowFormat):
@@ -312,24 +306,17 @@ class PreferencesFormat(RowFormat):
                 if is_instruction
                 else _read_prompt(columns, prompt_column)
             )
-            answers = [self._read_answer(columns, name) for name in pair]
+            for name, side in zip(pair, sides, strict=True):
+                if isinstance(side, list) and len(side) != 1:
+                    raise BadRow(
+                        f"{name!r} must hold a single assistant message or a complete "
+                        f"conversation; it has {len(side)} messages"
+                    )
+            answers = [_read_answer(columns, name) for name in pair]
         for answer, name in zip(answers, pair, strict=True):
             if not answer.strip():
                 raise BadRow(f"the answer in {name!r} is empty")
         return Problem(prompt, meta, answers[0], rejected=answers[1])
-
-    @staticmethod
-    def _read_answer(columns: Columns, name: str) -> str:
-        """Return the answer in a column: a text, or a list of a single assistant message."""
-        value = columns[name]
-        if not isinstance(value, list):
-            return read_text(columns, name)
-        if len(value) != 1:
-            raise BadRow(
-                f"{name!r} must hold a single assistant message or a complete conversation; "
-                f"it has {len(value)} messages"
-            )
-        return _assistant_text(value[0], name)
 
     def _parse_labelled(self, columns: Columns) -> Problem:
         """Read a row of input, output_1, output_2 and label."""
@@ -414,6 +401,14 @@ def _read_prompt(columns: Columns, name: str) -> list[Message]:
     if isinstance(value, list):
         return read_messages(value, name)
     return make_prompt(read_text(columns, name))
+
+
+def _read_answer(columns: Columns, name: str) -> str:
+    """Return the answer in a column: a text, or a list of a single assistant message."""
+    value = get_column(columns, name)
+    if isinstance(value, list) and len(value) == 1:
+        return _assistant_text(value[0], name)
+    return read_text(columns, name)
 
 
 def _instruction(columns: Columns) -> str:

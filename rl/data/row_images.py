@@ -49,12 +49,9 @@ class RowImages:
             self._verify_image(image, f"image {i}")
             for i, image in enumerate(column_images, start=1)
         ]
-        with_images = (
-            self._fill_parts(messages, checked_images)
-            if has_images(messages)
-            else self._fill_marks(messages, checked_images)
-        )
-        return tuple(with_images)
+        if not has_images(messages):
+            messages = _replace_marks(messages, len(checked_images))
+        return tuple(self._fill_parts(messages, checked_images))
 
     def image_columns(self, columns: Columns) -> set[str]:
         """Return the columns that hold the row's images, which are not passed to the reward."""
@@ -103,36 +100,6 @@ class RowImages:
             raise BadRow(f"{where} has a place for an image, and the row has no more images")
         return {"type": "image", "image": image}
 
-    def _fill_marks(self, messages: Messages, images: list[Any]) -> list[Message]:
-        """Insert images at the marks in user texts, or before the first user text."""
-        users = [
-            i
-            for i, message in enumerate(messages)
-            if message["role"] == "user" and isinstance(message["content"], str)
-        ]
-        marks = sum(messages[i]["content"].count(MARK) for i in users)
-        if marks not in (0, len(images)):
-            raise BadRow(f"{len(images)} images, and the prompt has {MARK} {marks} times")
-        if not users:
-            raise BadRow("the row has images, but no user text to insert them into")
-        marked_messages, remaining = list(messages), iter(images)
-        for i in users if marks else users[:1]:
-            texts = (
-                marked_messages[i]["content"].split(MARK)
-                if marks
-                else ["", marked_messages[i]["content"]]
-            )
-            before = [] if marks else [{"type": "image", "image": image} for image in remaining]
-            parts: list[dict[str, Any]] = before or [{"type": "text", "text": texts[0]}]
-            for text in texts[1:]:
-                parts += [{"type": "image", "image": next(remaining)}] if marks else []
-                parts.append({"type": "text", "text": text})
-            marked_messages[i] = {
-                **marked_messages[i],
-                "content": [part for part in parts if part["type"] == "image" or part["text"]],
-            }
-        return marked_messages
-
     def _verify_image(self, image: Any, where: str) -> Any:
         """Return a verified image: bytes that were decoded once, or the path of an image file.
 
@@ -149,6 +116,31 @@ class RowImages:
             return make_image_chunk(image, self.folder)
         except UserError as error:
             raise BadRow(f"{where}: {error}") from error
+
+
+def _replace_marks(messages: Messages, images: int) -> list[Message]:
+    """Return the messages with an image part at each mark in a user text, or without marks with
+    `images` image parts before the first user text. Raises BadRow for another number of marks.
+    """
+    users = [
+        i
+        for i, message in enumerate(messages)
+        if message["role"] == "user" and isinstance(message["content"], str)
+    ]
+    marks = sum(messages[i]["content"].count(MARK) for i in users)
+    if marks not in (0, images):
+        raise BadRow(f"{images} images, and the prompt has {MARK} {marks} times")
+    if not users:
+        raise BadRow("the row has images, but no user text to insert them into")
+    replaced = list(messages)
+    for i in users if marks else users[:1]:
+        text = replaced[i]["content"] if marks else MARK * images + replaced[i]["content"]
+        parts: list[dict[str, Any]] = []
+        for number, piece in enumerate(text.split(MARK)):
+            parts += [{"type": "image"}] if number else []
+            parts += [{"type": "text", "text": piece}] if piece else []
+        replaced[i] = {**replaced[i], "content": parts}
+    return replaced
 
 
 def _images_in(value: Any) -> list[Any]:

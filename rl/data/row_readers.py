@@ -372,13 +372,8 @@ def read_hub(name: str, config: str | None, split: str) -> Iterator[Row]:
 
 def _load_hub_split(name: str, config: str | None, split: str) -> Iterable[Columns]:
     """Return the rows of a split of a hub data set. Raises as `read_hub`."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"data set {name!r} is read as a hub name, and hub data sets need the package "
-            "`datasets`: pip install datasets"
-        ) from error
+    import datasets  # takes a second, which local files do not wait for
+
     known = [*DATASET_REGISTRY, *(entry.hub for entry in DATASET_REGISTRY.values())]
     check_hub_access(name, "dataset", known)
     try:
