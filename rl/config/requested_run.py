@@ -74,7 +74,10 @@ def read_resumed_run(
     words: Sequence[str], flags: Sequence[Flag], options: Mapping[str, SettingField]
 ) -> RequestedRun | None:
     """Return the saved run that --output-dir and --resume (or --auto-resume) name, if no word names
-    a method or recipe; else None.
+    a method or recipe and the folder has the config.json of a run; else None. Raises SettingsError
+    if resuming the run would import code of another folder.
+
+    `options`: the run-level settings that exist today.
     """
     values = dict(flags)
 
@@ -89,11 +92,23 @@ def read_resumed_run(
     output_dir = values.get("output_dir", RawValue((), ""))
     if words or not (is_on("resume") or is_on("auto_resume")) or len(output_dir.words) != 1:
         return None
-    folder = Path(os.path.expanduser(output_dir.words[0]))
-    requested = read_saved_request(folder, options)
-    if requested is not None and not is_on("trust_run"):
-        check_resumed_code(folder, requested.stages, values)
-    return requested
+    path = Path(os.path.expanduser(output_dir.words[0]), "config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        requested = _parse_config(locate_recorded_files(config), str(path))
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None  # the code that opens the folder reports the problem
+    if not requested.stages or not isinstance(requested.saved_name, str):
+        return None
+    if not is_on("trust_run"):
+        _check_resumed_code(path, config.get(LAUNCH_FOLDER_KEY), requested.stages, values)
+    # Saved options that no longer exist are dropped; unknown settings of stages are reported later.
+    shared = {
+        key: raw
+        for key, raw in requested.shared.items()
+        if key in options and key not in LAUNCH_OPTIONS
+    }
+    return replace(requested, shared=shared)
 
 
 def parse_leading_words(
@@ -158,30 +173,6 @@ def _check_method(recipe: RequestedRun, method: str | None, problems: list[str])
         )
 
 
-def read_saved_request(folder: Path, options: Collection[str]) -> RequestedRun | None:
-    """Return the run that config.json in `folder` records, or None if it is not that of a run.
-
-    `options`: the run-level settings that exist today; other saved options are dropped. Unknown
-    settings of stages are kept, so that the caller reports them.
-    """
-    path = folder / "config.json"
-    try:
-        config = locate_recorded_files(json.loads(path.read_text(encoding="utf-8")))
-        requested = _parse_config(config, str(path))
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return None  # the code that opens the folder reports the problem
-    shared = {
-        key: raw
-        for key, raw in requested.shared.items()
-        if key in options and key not in LAUNCH_OPTIONS
-    }
-    return (
-        replace(requested, shared=shared)
-        if requested.stages and isinstance(requested.saved_name, str)
-        else None
-    )
-
-
 def load_resolved_config(
     config: Mapping[str, Any],
     methods: Methods,
@@ -219,16 +210,14 @@ def _parse_config(config: Mapping[str, Any], place: str) -> RequestedRun:
     )
 
 
-def check_resumed_code(
-    folder: Path, stages: Sequence[RecipeStage], replaced: Collection[str]
+def _check_resumed_code(
+    path: Path, start: Any, stages: Sequence[RecipeStage], replaced: Collection[str]
 ) -> None:
-    """Raise SettingsError if code that config.json in `folder` names lies outside of the current
-    folder, and the run was started in another folder: resuming the run would import it.
+    """Raise SettingsError if code that the config.json at `path` names lies outside of the current
+    folder, and the run was started in another folder, `start`: resuming the run would import it.
 
     `replaced`: the settings that the command line names instead.
     """
-    path = folder / "config.json"
-    start = json.loads(path.read_text(encoding="utf-8")).get(LAUNCH_FOLDER_KEY)
     here = Path.cwd().resolve()
     if not isinstance(start, str) or Path(start).resolve() == here:
         return
