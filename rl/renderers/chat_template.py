@@ -170,20 +170,13 @@ class ChatTemplateRenderer(Renderer):
         self._end_begins_next = False  # whether an answer ends with the mark of the next message
         self._end_of_turn = self._find_end_of_turn()
         self._end_id = tokenizer.convert_tokens_to_ids(self._end_of_turn)
-        self._call_mark = (
-            _CALL_MARK
-            if self._has_channels
-            else self._call_format.end
-            if self._call_format is not None
-            else None
-        )
-        known = self._call_mark in self.escaper.control
-        self._call_id: int | None = (
-            tokenizer.convert_tokens_to_ids(self._call_mark) if known else None
-        )
-        self.end_tokens |= (
-            {self._end_id} if self._call_id is None else {self._end_id, self._call_id}
-        )
+        form = self._call_format
+        self._call_mark = _CALL_MARK if self._has_channels else None if form is None else form.end
+        self._call_id: int | None = None
+        self.end_tokens |= {self._end_id}
+        if self._call_mark in self.escaper.control:
+            self._call_id = tokenizer.convert_tokens_to_ids(self._call_mark)
+            self.end_tokens |= {self._call_id}
         self._check_parsing()
 
     def build_generation_prompt(self, messages: Messages) -> ModelInput:
@@ -408,16 +401,10 @@ class ChatTemplateRenderer(Renderer):
         """Return whether the template accepts contents that are strings; some templates of
         vision-language models accept only lists of parts.
         """
-        from jinja2 import TemplateError
-
+        conversation = [{"role": "user", "content": _PROBE}]
         try:
-            conversation = [{"role": "user", "content": _PROBE}]
-            return _PROBE in str(
-                self.tokenizer.apply_chat_template(
-                    conversation, tokenize=False, add_generation_prompt=True, **self._settings
-                )
-            )
-        except (TemplateError, TypeError):
+            return _PROBE in apply_template(self.tokenizer, conversation, True, **self._settings)
+        except UserError:
             return False
 
     def _next_mark(self, message: Message) -> str:
@@ -446,13 +433,7 @@ class ChatTemplateRenderer(Renderer):
         if (mark := self._first_special(after)) is not None:
             return mark
         if self._call_format is not None and self._call_format.name == "glm":
-            conversation.append({"role": "user", "content": _NEXT_PROBE})
-            between = (
-                self._render_text(conversation, generation=False)
-                .partition(_PROBE)[2]
-                .partition(_NEXT_PROBE)[0]
-            )
-            if (mark := self._first_special(between)) is not None:
+            if (mark := self._first_special(self._text_after_answer())) is not None:
                 self._end_begins_next = True
                 return mark
         raise UserError(
@@ -491,17 +472,17 @@ class ChatTemplateRenderer(Renderer):
         """Return whether an answer that is not the last ends with a different mark (gpt-oss), which
         a model must not learn.
         """
+        return self._end_of_turn not in self._text_after_answer()
+
+    def _text_after_answer(self) -> str:
+        """Return the text that the template writes between an answer and the next user's text."""
         conversation: list[Message] = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": _PROBE},
             {"role": "user", "content": _NEXT_PROBE},
         ]
-        return (
-            self._end_of_turn
-            not in self._render_text(conversation, False)
-            .partition(_PROBE)[2]
-            .partition(_NEXT_PROBE)[0]
-        )
+        text = self._render_text(conversation, generation=False)
+        return text.partition(_PROBE)[2].partition(_NEXT_PROBE)[0]
 
     def _find_span(self, text: str, messages: Messages, index: int) -> Span:
         """Return the start and end in `text` of the part of message `index` that the model writes,

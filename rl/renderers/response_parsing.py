@@ -36,6 +36,7 @@ _JSON_TYPES: dict[type, frozenset[str]] = {
     list: frozenset({"array"}),
 }
 NEXT_MESSAGE = re.compile(r"<\|end\|>(?:<\|start\|>assistant)?|<\|start\|>assistant")
+CALL_HEADER = re.compile(r"to=functions\.([^\s<]+)")
 
 
 def make_call(name: str, arguments: Any) -> Call:
@@ -197,25 +198,21 @@ def _parse_xml_call(text: str, tools: Tools) -> tuple[Call | str, int]:
     if _PARAMETER.sub("", body).strip():
         return "unexpected text outside <parameter=...>", match.end()
     arguments = {
-        key: _parse_typed(value, _find_schema(tools, name, key))
-        for key, value in _PARAMETER.findall(body)
+        key: parse_parameter(tools, name, key, value) for key, value in _PARAMETER.findall(body)
     }
     return make_call(name, arguments), match.end()
 
 
-def _find_schema(tools: Tools, name: str, parameter: str) -> Mapping[str, Any]:
-    """Return the JSON schema of a parameter in the description of a tool (default: a string)."""
+def list_parameter_types(tools: Tools, name: str, parameter: str) -> set[str]:
+    """Return the JSON types that a tool's schema names for a parameter (default: a string)."""
     function: Mapping[str, Any] = next(
         (tool["function"] for tool in tools if tool.get("function", {}).get("name") == name), {}
     )
     schema = ((function.get("parameters") or {}).get("properties") or {}).get(parameter)
-    return schema if isinstance(schema, Mapping) else {"type": "string"}
-
-
-def _list_types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the JSON types that a schema names."""
+    if not isinstance(schema, Mapping):
+        return {"string"}
     types: set[str] = set()
-    options = (option for name in ("anyOf", "oneOf", "allOf") for option in schema.get(name) or ())
+    options = (item for word in ("anyOf", "oneOf", "allOf") for item in schema.get(word) or ())
     for option in (schema, *options):
         if not isinstance(option, Mapping):  # true or false: any or no value
             continue
@@ -224,21 +221,11 @@ def _list_types(schema: Mapping[str, Any]) -> set[str]:
     return types
 
 
-def parse_parameter(tools: Tools, name: str, parameter: str, text: str | None) -> Any:
-    """Return the value of a parameter written as `text`. For `text` None, return None if the
-    parameter is a string, which can be streamed, else its schema.
+def parse_parameter(tools: Tools, name: str, parameter: str, text: str) -> Any:
+    """Return the value of a tool's parameter: the text if it is not JSON, or if it may be a string
+    and is not JSON of another type that the parameter's schema names, else the parsed JSON.
     """
-    schema = _find_schema(tools, name, parameter)
-    if text is None:
-        return None if _list_types(schema) == {"string"} else schema
-    return _parse_typed(text, schema)
-
-
-def _parse_typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of a parameter: the text if it is not JSON, or if it may be a string and is
-    not JSON of another type that the schema names, else the parsed JSON.
-    """
-    types = _list_types(schema)
+    types = list_parameter_types(tools, name, parameter)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -256,7 +243,7 @@ def split_channels(text: str) -> tuple[str, str | None, list[Call], list[dict[st
     contents, thoughts, calls, unparsed = [], [], [], []
     for part in filter(None, NEXT_MESSAGE.split(text)):
         header, begun, body = part.partition(CHANNEL_TEXT)
-        called = re.search(r"to=functions\.([^\s<]+)", header)
+        called = CALL_HEADER.search(header)
         if begun and called:
             try:
                 arguments = json.loads(body)
@@ -271,18 +258,6 @@ def split_channels(text: str) -> tuple[str, str | None, list[Call], list[dict[st
         else:
             contents.append(body if begun else part)
     return "\n\n".join(contents), "\n\n".join(thoughts) if thoughts else None, calls, unparsed
-
-
-def drop_partial_message(text: str) -> str:
-    """Return a gpt-oss answer that is still sampled, without its last message if that message has
-    no text yet or is a call.
-    """
-    starts = [0, *(match.end() for match in NEXT_MESSAGE.finditer(text))]
-    header, begun, _ = text[starts[-1] :].partition(CHANNEL_TEXT)
-    if begun and "to=" not in header:
-        return text
-    before = [match.start() for match in NEXT_MESSAGE.finditer(text)]
-    return text[: before[-1]] if before else ""
 
 
 def format_broken_call(function: Mapping[str, Any]) -> str:

@@ -15,14 +15,15 @@ from rl.renderers.renderer import Renderer
 from rl.renderers.response_parsing import (
     CALL_BEGIN,
     CALL_END,
+    CALL_HEADER,
     CHANNEL,
     CHANNEL_TEXT,
     NEXT_MESSAGE,
     Call,
     Tools,
     build_answer,
-    drop_partial_message,
     find_call_end,
+    list_parameter_types,
     make_call,
     parse_json_call,
     parse_parameter,
@@ -40,7 +41,6 @@ _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\]]|' + re.escape(CALL_END), 
 _FUNCTION_HEADER = re.compile(r"\s*<function=([^>\n]+)>\n?")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
 _PARAMETER_END = ("\n</parameter>", "</parameter>")
-_TO_FUNCTION = re.compile(r"to=functions\.([^\s<]+)")
 
 
 def get_mark_overlap(text: str, mark: str) -> int:
@@ -114,7 +114,8 @@ def _parse_xml_call(text: str, tools: Tools, ended: bool) -> tuple[Call | str, i
         if end < 0:
             begun = text[parameter.end() :]
             begun = begun if ended else trim_uncertain_end(begun, _PARAMETER_END)
-            is_text = parse_parameter(tools, name, parameter[1], None) is None
+            # a text can be streamed
+            is_text = list_parameter_types(tools, name, parameter[1]) == {"string"}
             if is_text and (begun or ended):
                 arguments += key + json.dumps(begun, ensure_ascii=False)[:-1]
             # a number, for example, is read when it is complete
@@ -128,26 +129,25 @@ def _parse_xml_call(text: str, tools: Tools, ended: bool) -> tuple[Call | str, i
     return make_call(name, arguments + ("}" if finish else "")), find_call_end(text, at)
 
 
-def parse_channel_calls(text: str, marks: Sequence[str], ended: bool) -> tuple[str, list[Call]]:
-    """Return (the text without messages that are calls, the calls) of a gpt-oss answer. A message
-    is a call if its arguments start with a brace.
+def _split_partial_channels(
+    text: str, marks: Sequence[str], ended: bool
+) -> tuple[str, str | None, list[Call]]:
+    """Return (the text for the user, the thoughts or None, the calls) of a gpt-oss answer. A
+    message is a call if its arguments start with a brace. The last message of an answer that has
+    not `ended` is left out if it has no text yet, or will be a call.
     """
-    parts, calls, last = [], [], 0
-    bounds = [(match.start(), match.end()) for match in NEXT_MESSAGE.finditer(text)]
-    for start, end in [*bounds, (len(text), len(text))]:
-        header, begun, body = text[last:start].partition(CHANNEL_TEXT)
-        called = _TO_FUNCTION.search(header) if begun else None
+    parts, calls = [], []
+    messages = NEXT_MESSAGE.split(text)
+    for number, part in enumerate(messages, start=1):
+        is_open = number == len(messages) and not ended
+        part = trim_uncertain_end(part, marks) if is_open else part
+        header, begun, body = part.partition(CHANNEL_TEXT)
+        called = CALL_HEADER.search(header) if begun else None
         if called is not None and body.lstrip().startswith("{"):
-            open_end = start == len(text) and not ended
-            calls.append(
-                make_call(
-                    called[1], (trim_uncertain_end(body, marks) if open_end else body).strip()
-                )
-            )
-        else:
-            parts.append(text[last:end])
-        last = end
-    return "".join(parts), calls
+            calls.append(make_call(called[1], body.strip()))
+        elif not is_open or (begun and "to=" not in header):
+            parts.append(part)
+    return *split_channels("<|end|>".join(parts))[:2], calls
 
 
 def prompt_opens_thoughts(renderer: Renderer, prompt: Sequence[int]) -> bool:
@@ -174,11 +174,7 @@ def parse_partial_answer(
     """
     marks, text = renderer.marks(), renderer.get_answer_text(tokens)
     if CHANNEL in marks:
-        text, calls = parse_channel_calls(text, marks, ended)
-        content, thoughts, *_ = split_channels(
-            text if ended else drop_partial_message(trim_uncertain_end(text, marks))
-        )
-        return _build_message(renderer, content, thoughts, calls)
+        return _build_message(renderer, *_split_partial_channels(text, marks, ended))
     around = renderer.thought_marks()
     form = renderer.call_format()
     opening = CALL_BEGIN if form is None else form.begin

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from itertools import chain
 from typing import Any
 
@@ -41,22 +42,17 @@ class _TextRenderer(Renderer):
     calls are written in the format of Qwen's templates.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        eos_token_ids: Iterable[int] = (),
-        tools: Tools = (),
-    ):
+    tools: Tools = ()
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()):
         super().__init__(tokenizer, eos_token_ids)
-        self.tools = list(tools)
         self._begin = get_begin_tokens(tokenizer)
 
     def with_tools(self, tools: Tools) -> Renderer:
         if not tools:
             return self
-        renderer = type(self)(self.tokenizer, self.end_tokens, tools)
-        # an equal escaper, to reuse its renamed tokenizer
-        renderer.escaper, renderer.stops = self.escaper, self.stops
+        renderer = copy(self)
+        renderer.tools = list(tools)
         return renderer
 
     def available_tools(self) -> Tools:
@@ -87,13 +83,8 @@ class PlainRenderer(_TextRenderer):
     described to the model, which must learn them in training.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        eos_token_ids: Iterable[int] = (),
-        tools: Tools = (),
-    ):
-        super().__init__(tokenizer, eos_token_ids, tools)
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()):
+        super().__init__(tokenizer, eos_token_ids)
         if tokenizer.eos_token_id is None:
             raise UserError(
                 "the renderer 'plain' ends a response with EOS, which the tokenizer lacks: set its "
