@@ -23,9 +23,13 @@ COLOURS = {
     "blue": (50, 80, 220),
     "yellow": (230, 200, 40),
 }
-PLACES = ("left", "right", "top", "bottom")
 QUESTIONS = {"count": "how many?", "colour": "colour?", "place": "where?"}
-_SIDE, _MOST = 32, 4
+_ANSWERS = {
+    "count": ("1", "2", "3", "4"),
+    "colour": tuple(COLOURS),
+    "place": ("left", "right", "top", "bottom"),
+}
+_SIDE = 32
 # With 2,048 rows a model of half a million weights memorizes them.
 _ROWS = {"train": 8192, "test": 256}
 _DEFAULTS = {"ask": "count", "rows": "", "blind": "0"}
@@ -67,7 +71,7 @@ def shapes(
     count = int(resolved["rows"] or _ROWS.get(split, 1))
 
     def resample(problem: Problem, rng: random.Random) -> str:
-        return rng.choice([other for other in _answers(ask) if other != problem.response])
+        return rng.choice([other for other in _ANSWERS[ask] if other != problem.response])
 
     rows = (_make_row(split, index, ask, resolved["blind"] == "1") for index in range(count))
     if count < 1:
@@ -88,7 +92,7 @@ def _make_row(
 ) -> tuple[list[dict[str, Any]], dict[str, Any], str, str]:
     draw = random.Random(derive_seed("shapes", split, index, ask))
     answer, image = _picture(draw, ask)
-    wrong = draw.choice([other for other in _answers(ask) if other != answer])
+    wrong = draw.choice([other for other in _ANSWERS[ask] if other != answer])
     if blind:
         pixels = np.asarray(image).reshape(-1, 3)
         shuffled = pixels[
@@ -102,14 +106,6 @@ def _make_row(
     return parts, {"answer": answer}, answer, wrong
 
 
-def _answers(ask: str) -> tuple[str, ...]:
-    return {
-        "count": tuple(str(n + 1) for n in range(_MOST)),
-        "colour": tuple(COLOURS),
-        "place": PLACES,
-    }[ask]
-
-
 def _picture(draw: random.Random, ask: str) -> tuple[str, Any]:
     """Return (the answer, the image).
 
@@ -117,16 +113,16 @@ def _picture(draw: random.Random, ask: str) -> tuple[str, Any]:
     """
     from PIL import Image, ImageDraw
 
-    answer = draw.choice(_answers(ask))
+    answer = draw.choice(_ANSWERS[ask])
     number = int(answer) if ask == "count" else 1
     ground = draw.randrange(215, 256)
     image = Image.new("RGB", (_SIDE, _SIDE), (ground, ground, ground))
     pen = ImageDraw.Draw(image)
     colour = COLOURS[answer if ask == "colour" else draw.choice(list(COLOURS))]
     shape = pen.ellipse if draw.random() < 0.5 else pen.rectangle
-    boxes = _boxes(draw, number, "" if ask != "place" else answer)
-    while boxes is None:  # the last shape did not fit
-        boxes = _boxes(draw, number, "" if ask != "place" else answer)
+    place = answer if ask == "place" else ""
+    while (boxes := _boxes(draw, number, place)) is None:
+        pass  # the last shape did not fit
     for box in boxes:
         shape(box, fill=colour)
     return answer, image
