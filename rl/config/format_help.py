@@ -188,19 +188,13 @@ def read_field_help(cls: type, name: str) -> str | None:
     inherits from; None if there is none.
     """
     for owner in cls.__mro__:
-        for field, following in itertools.pairwise(_parse_class(owner)):
-            matches = (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and field.target.id == name
-            )
-            if (
-                matches
-                and isinstance(following, ast.Expr)
-                and isinstance(following.value, ast.Constant)
-                and isinstance(following.value.value, str)
-            ):
-                return following.value.value
+        for statements in itertools.pairwise(_parse_class(owner)):
+            match statements:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=field)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ) if field == name:
+                    return text
     return None
 
 

@@ -329,6 +329,7 @@ def get_content_text(content: Any, where: str) -> str:
             f"{where} has content of type {type(content).__name__}; expected a text, or a list of "
             "text parts"
         )
+    texts = []
     for part in content:
         if is_image_part(part):
             raise UserError(
@@ -336,19 +337,19 @@ def get_content_text(content: Any, where: str) -> str:
                 "model with its chat template (the renderer chat_template; the model folder "
                 "contains the image processor), or leave the image out"
             )
-        if (
-            not isinstance(part, dict)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            kind = (
-                repr(part["type"]) if isinstance(part, dict) and "type" in part else str(part)[:60]
-            )
-            raise UserError(
-                f"{where} has a part of content that is not text ({kind}): parts are "
-                '{"type": "text", "text": ...}'
-            )
-    return "".join(part["text"] for part in content)
+        match part:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+                continue
+            case {"type": kind}:
+                shown = repr(kind)
+            case _:
+                shown = str(part)[:60]
+        raise UserError(
+            f"{where} has a part of content that is not text ({shown}): parts are "
+            '{"type": "text", "text": ...}'
+        )
+    return "".join(texts)
 
 
 def normalize_messages(messages: Messages, *, allow_images: bool = False) -> list[Message]:

@@ -177,13 +177,10 @@ def parse_json_call(text: str) -> tuple[Call | str, int]:
             "was not finished" if until < 0 else f"more than one JSON value before {CALL_END}"
         ), until
     length = len(text) - len(after) + len(CALL_END)
-    if (
-        not isinstance(value, dict)
-        or not isinstance(value.get("name"), str)
-        or not isinstance(value.get("arguments"), dict)
-    ):
-        return 'a call is {"name": text, "arguments": {...}}', length
-    return make_call(value["name"], value["arguments"]), length
+    match value:
+        case {"name": str(name), "arguments": dict(arguments)}:
+            return make_call(name, arguments), length
+    return 'a call is {"name": text, "arguments": {...}}', length
 
 
 def _parse_xml_call(text: str, tools: Tools) -> tuple[Call | str, int]:

@@ -216,21 +216,21 @@ def _convert_python_call(node: ast.expr) -> Call:
 
 def _convert_python_value(node: ast.expr) -> Any:
     """Return the value of a literal of Python or JSON."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
-        return node.value
-    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
-        return {"true": True, "false": False, "null": None}[node.id]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        number = _convert_python_value(node.operand)
-        if isinstance(number, int | float) and not isinstance(number, bool):
-            return -number
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_convert_python_value(item) for item in node.elts]
-    if isinstance(node, ast.Dict) and all(
-        isinstance(key, ast.Constant) and isinstance(key.value, str) for key in node.keys
-    ):
-        keys = [key.value for key in node.keys]  # type: ignore[union-attr]
-        return dict(zip(keys, map(_convert_python_value, node.values), strict=True))
+    match node:
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.Name(id="true" | "false" | "null" as word):
+            return json.loads(word)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            number = _convert_python_value(operand)
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                return -number
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_convert_python_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            names = [key.value for key in keys if isinstance(key, ast.Constant)]
+            if len(names) == len(keys) and all(isinstance(name, str) for name in names):
+                return dict(zip(names, map(_convert_python_value, values), strict=True))
     raise ValueError("an argument is a text, a number, true, false, null, a list or an object")
 
 
