@@ -192,35 +192,28 @@ def get_fields(cls: type) -> dict[str, SettingField]:
     """
     table: dict[str, SettingField] = {}
 
-    def add(
-        owner: type, field: dataclasses.Field, annotation: Any, section: str | None, base: Any
-    ) -> None:
-        if field.name in table:
-            raise TypeError(
-                f"{cls.__name__} has two settings named {field.name!r}; flat names are unique over "
-                "sections"
+    def add_fields(owner: type, section: str | None, base: Any) -> None:
+        hints = typing.get_type_hints(owner, include_extras=True)
+        for field in dataclasses.fields(owner):
+            name, annotation, default = field.name, hints[field.name], _get_default(field)
+            if section is None and dataclasses.is_dataclass(annotation):
+                # A method may override the defaults of a section (`optim: Optim =
+                # Optim(learning_rate=3e-4)`).
+                add_fields(typing.cast(type, annotation), name, default)
+                continue
+            if name in table:
+                raise TypeError(
+                    f"{cls.__name__} has two settings named {name!r}; flat names are unique over "
+                    "sections"
+                )
+            if base is not dataclasses.MISSING:
+                default = getattr(base, name)
+            spec, whole = _find_converter(owner, name, annotation), get_number_types(annotation)
+            table[name] = SettingField(
+                name, section, spec, default, get_range(annotation), whole == {int}
             )
-        is_missing = base is dataclasses.MISSING
-        default = _get_default(field) if is_missing else getattr(base, field.name)
-        spec = _find_converter(owner, field.name, annotation)
-        whole = get_number_types(annotation) == {int}
-        table[field.name] = SettingField(
-            field.name, section, spec, default, get_range(annotation), whole
-        )
 
-    hints = typing.get_type_hints(cls, include_extras=True)
-    for field in dataclasses.fields(cls):
-        annotation = hints[field.name]
-        if not dataclasses.is_dataclass(annotation):
-            add(cls, field, annotation, None, dataclasses.MISSING)
-            continue
-        # A method may override the defaults of a section (`optim: Optim =
-        # Optim(learning_rate=3e-4)`).
-        base = _get_default(field)
-        section_type = typing.cast(type, annotation)
-        section_hints = typing.get_type_hints(section_type, include_extras=True)
-        for inner in dataclasses.fields(section_type):
-            add(section_type, inner, section_hints[inner.name], field.name, base)
+    add_fields(cls, None, dataclasses.MISSING)
     return table
 
 

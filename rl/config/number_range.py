@@ -43,16 +43,8 @@ class Range:
         the violated bound of a wide range.
         """
         if self.high <= _MAX_NARROW_BOUND:
-            low, high = _format_number(self.low), _format_number(self.high)
-            ends = {
-                (False, False): f"from {low} to {high}",
-                (False, True): f"from {low} to below {high}",
-            }
-            ends |= {
-                (True, True): f"between {low} and {high}",
-                (True, False): f"above {low} and up to {high}",
-            }
-            text = f"lies {ends[self.above, self.below]}"
+            ends = _ENDS[self.above, self.below]
+            text = f"lies {ends.format(_format_number(self.low), _format_number(self.high))}"
         elif value > self.high:
             text = f"is at most {_format_number(self.high)}"
         elif self.above:
@@ -63,6 +55,12 @@ class Range:
 
 
 _MAX_NARROW_BOUND = 10.0
+_ENDS = {  # by whether the bounds are excluded
+    (False, False): "from {} to {}",
+    (False, True): "from {} to below {}",
+    (True, True): "between {} and {}",
+    (True, False): "above {} and up to {}",
+}
 MANY = 10**9
 LARGE = 1e9
 

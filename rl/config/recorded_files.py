@@ -202,10 +202,11 @@ def _replace_files(
             value = settings.get(name)
             words: list[Any] = list(value) if isinstance(value, list) else [value]
             for index, item in enumerate(words):
-                if isinstance(item, list) and item and is_file(item[0]):
-                    words[index] = [replace((number, name, index), item[0]), *item[1:]]
-                elif is_file(item):
-                    words[index] = replace((number, name, index), item)
+                match item:
+                    case [word, *weight] if is_file(word):
+                        words[index] = [replace((number, name, index), word), *weight]
+                    case word if is_file(word):
+                        words[index] = replace((number, name, index), word)
             if name in settings:
                 settings[name] = words if isinstance(value, list) else words[0]
         stages.append({**stage, "method": method, "settings": settings})

@@ -507,13 +507,14 @@ def read_tools(columns: Columns) -> tuple[dict[str, Any], ...]:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         return ()
     for number, tool in enumerate(tools, start=1):
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRow(
-                f"tool {number} of 'tools' is not "
-                '{"type": "function", "function": {"name": ..., "parameters": ...}}: '
-                f"{str(tool)[:60]!r}"
-            )
+        match tool:
+            case {"function": {"name": str()}}:
+                continue
+        raise BadRow(
+            f"tool {number} of 'tools' is not "
+            '{"type": "function", "function": {"name": ..., "parameters": ...}}: '
+            f"{str(tool)[:60]!r}"
+        )
     return tuple(tools)
 
 

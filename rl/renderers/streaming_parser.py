@@ -77,12 +77,7 @@ def _parse_json_call(text: str, ended: bool) -> tuple[Call | str, int]:
     header = _JSON_HEADER.match(text)
     if header is None:
         whole, length = parse_json_call(text)
-        if isinstance(whole, str):
-            return whole, length
-        function = whole["function"]
-        return make_call(
-            function["name"], json.dumps(function["arguments"], ensure_ascii=False)
-        ), length
+        return whole if isinstance(whole, str) else _with_text_arguments(whole), length
     try:
         name = json.loads(header[1])
     except ValueError as error:
@@ -97,6 +92,12 @@ def _parse_json_call(text: str, ended: bool) -> tuple[Call | str, int]:
             return make_call(name, text[begin : piece.end()]), find_call_end(text, piece.end())
     arguments = text[begin:] if ended else trim_uncertain_end(text[begin:], (CALL_END,))
     return make_call(name, arguments.rstrip()), -1
+
+
+def _with_text_arguments(call: Call) -> Call:
+    """Return a call with its arguments as JSON text."""
+    function = call["function"]
+    return make_call(function["name"], json.dumps(function["arguments"], ensure_ascii=False))
 
 
 def _parse_xml_call(text: str, tools: Tools, ended: bool) -> tuple[Call | str, int]:
@@ -210,11 +211,7 @@ def _split_partial_calls(renderer: Renderer, text: str, ended: bool) -> tuple[st
         return parse_partial_calls(text, tools, ended)
     if ended:
         content, parsed_calls, _ = form.parse(text, tools)
-        functions = [call["function"] for call in parsed_calls]
-        return content, [
-            make_call(function["name"], json.dumps(function["arguments"], ensure_ascii=False))
-            for function in functions
-        ]
+        return content, list(map(_with_text_arguments, parsed_calls))
     if form.begin == PYTHON_TAG and tools and text.lstrip().startswith("{"):
         return "", []  # the whole answer may be a call
     return text.partition(form.begin)[0], []
