@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,7 +125,10 @@ class RowCheck:
             parts = f"its prompt and max_tokens {self.sampled} take"
             length = self._measure_prompt(problem, where) + self.sampled
             self._check_length(length, parts, where, True)
-        longest = self._longest(problem, where) if self.longest is not None and answers else 0
+        longest = 0
+        if self.longest is not None and answers:
+            with _name_row(where):
+                longest = self.longest(problem, self.renderer)
         self._check_length(min(cut, longest), "its longest sequence takes", where, False)
         return problem
 
@@ -157,14 +161,6 @@ class RowCheck:
                 + (", or lower --max-tokens" if samples else "")
             )
 
-    def _longest(self, problem: Problem, where: str) -> int:
-        """Return the result of `longest`; name the row in its errors."""
-        try:
-            assert self.longest is not None
-            return self.longest(problem, self.renderer)
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
-
     def _must_fit(self, problem: Problem, answers: Sequence[str]) -> bool:
         """Return whether the row fits the context by its bytes alone."""
         size = _TEMPLATE + sum(len(str(m.get("content") or "").encode()) for m in problem.messages)
@@ -175,23 +171,28 @@ class RowCheck:
 
     def _measure_prompt(self, problem: Problem, where: str) -> int:
         """Return the tokens of the generation prompt."""
-        try:
+        with _name_row(where):
             renderer = renderer_for_row(self.renderer, problem)
             return renderer.build_generation_prompt(problem.messages).length
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
 
     def _measure_row(self, problem: Problem, response: str, where: str) -> tuple[int, int]:
         """Return (the tokens of prompt and response, the position of the first trained token)."""
-        try:
+        with _name_row(where):
             if not problem.messages:
                 return self.renderer.build_text(response).length, 1
             messages = [*problem.messages, {"role": "assistant", "content": response}]
             renderer = renderer_for_row(self.renderer, problem)
             example, weights = renderer.build_supervised_example(messages, self.train_on)
             return example.length, int(weights.argmax())
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+
+
+@contextmanager
+def _name_row(where: str) -> Iterator[None]:
+    """Return a context that names the row in each UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def select_good_rows(
