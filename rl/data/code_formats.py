@@ -49,7 +49,7 @@ class MBPP(_CodeFormat):
     The prompt shows the first assert, which names the function; all asserts test it.
     """
 
-    required = frozenset({"code", "test_list"})
+    required = ({"code", "test_list"},)
 
     def read(self, columns: Columns) -> Problem:
         description = read_text(columns, "text" if "text" in columns else "prompt")
@@ -90,7 +90,7 @@ class HumanEval(_CodeFormat):
     them for the tests.
     """
 
-    required = frozenset({"prompt", "entry_point", "test"})
+    required = ({"prompt", "entry_point", "test"},)
 
     def read(self, columns: Columns) -> Problem:
         head, test, name = (read_text(columns, key) for key in ("prompt", "test", "entry_point"))
@@ -118,7 +118,7 @@ class APPS(_CodeFormat):
     starter_code, solutions (JSON, a list).
     """
 
-    required = frozenset({"question", "input_output"})
+    required = ({"question", "input_output"},)
 
     def read(self, columns: Columns) -> Problem:
         question, cases = read_text(columns, "question"), _json(columns, "input_output", dict)
@@ -171,7 +171,7 @@ class LiveCodeBench(_CodeFormat):
     pickled text); only a text is unpickled.
     """
 
-    required = frozenset({"question_content", "public_test_cases"})
+    required = ({"question_content", "public_test_cases"},)
 
     def read(self, columns: Columns) -> Problem:
         question = read_text(columns, "question_content")

@@ -69,9 +69,7 @@ class MATH(RowFormat):
     This is the format of MATH, MATH-500 and similar data sets.
     """
 
-    @classmethod
-    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
-        return "problem" in columns and ("solution" in columns or "answer" in columns)
+    required = ({"problem", "solution"}, {"problem", "answer"})
 
     def read(self, columns: Columns) -> Problem:
         solution = columns.get("solution")
@@ -124,13 +122,8 @@ class MultipleChoiceFormat(RowFormat):
     """
 
     example = json.dumps({"question": "2+2=", "choices": ["3", "4"], "answer": "B"})
+    required = ({"Question", _CORRECT}, {"question", "choices"}, {"question", "options"})
     reward = "multiple_choice"
-
-    @classmethod
-    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
-        return {_CORRECT, "Question"} <= columns.keys() or (
-            "question" in columns and ("choices" in columns or "options" in columns)
-        )
 
     def read(self, columns: Columns) -> Problem:
         if _CORRECT in columns:
@@ -196,7 +189,7 @@ class IFEvalFormat(RowFormat):
             "kwargs": [{}],
         }
     )
-    required = frozenset({"instruction_id_list", "kwargs"})
+    required = ({"instruction_id_list", "kwargs"},)
     reward = "ifeval"
 
     def read(self, columns: Columns) -> Problem:

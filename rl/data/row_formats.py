@@ -42,12 +42,12 @@ class RowFormat(ABC):
     """Read rows of one format.
 
     example: a row of the format as a line of a .jsonl file, for error messages; "" if a format has
-    none. required: the columns of every row by which the format is detected. reward: the name of
-    the reward that scores such rows, if their columns decide it.
+    none. required: the sets of columns by which the format is detected: a row has all columns of
+    one of them. reward: the name of the reward that scores such rows, if their columns decide it.
     """
 
     example = ""
-    required: frozenset[str] = frozenset()
+    required: tuple[set[str], ...] = ()
     reward: str | None = None
 
     def __init__(self, names: ColumnNames = ColumnNames()):
@@ -56,7 +56,7 @@ class RowFormat(ABC):
     @classmethod
     def matches(cls, columns: Columns, names: ColumnNames) -> bool:
         """Return whether a row has this format, by its columns."""
-        return bool(cls.required) and cls.required <= columns.keys()
+        return any(columns.keys() >= required for required in cls.required)
 
     @abstractmethod
     def read(self, columns: Columns) -> Problem:
@@ -78,7 +78,7 @@ class ColumnsFormat(RowFormat):
     message) is the response, and also stays in meta.
     """
 
-    required = frozenset({"prompt"})
+    required = ({"prompt"},)
 
     def __init__(self, names: ColumnNames):
         super().__init__(names)
@@ -109,7 +109,7 @@ class MessagesFormat(RowFormat):
     If the last message is the assistant's, that message is the response.
     """
 
-    required = frozenset({"messages"})
+    required = ({"messages"},)
 
     def read(self, columns: Columns) -> Problem:
         messages = get_column(columns, "messages")
@@ -178,7 +178,7 @@ _SPEAKERS = {
 class TextFormat(RowFormat):
     """Read a text from the column `text`, to be trained on as it is, without a prompt."""
 
-    required = frozenset({"text"})
+    required = ({"text"},)
 
     def read(self, columns: Columns) -> Problem:
         meta = collect_meta(columns, self.names.answer, {"text"})
@@ -188,7 +188,7 @@ class TextFormat(RowFormat):
 class UnpairedFormat(ColumnsFormat):
     """Read prompt, completion and `label`: whether the answer is good (true or false, 1 or 0)."""
 
-    required = frozenset()  # never detected: a prompt and a completion are also without label
+    required = ()  # never detected: a prompt and a completion are also without label
 
     def __init__(self, names: ColumnNames):
         super().__init__(names)
@@ -225,9 +225,7 @@ class AlpacaFormat(RowFormat):
     {input, output}, each instance is a separate problem.
     """
 
-    @classmethod
-    def matches(cls, columns: Columns, names: ColumnNames) -> bool:
-        return "instruction" in columns and ("output" in columns or "instances" in columns)
+    required = ({"instruction", "output"}, {"instruction", "instances"})
 
     def read(self, columns: Columns) -> Problem:
         prompt = make_prompt(_instruction(columns))

@@ -17,6 +17,7 @@ from rl.types import Message
 
 Tools = Sequence[Mapping[str, Any]]
 Call = dict[str, Any]
+CallParser = Callable[[str], tuple[Call | str, int]]
 # (text without calls, calls, failed calls)
 ParsedCalls = tuple[str, list[Call], list[dict[str, str]]]
 
@@ -115,28 +116,24 @@ def split_calls(text: str, tools: Tools = ()) -> ParsedCalls:
     schema (text if the schema lacks the parameter).
     """
 
-    def parse(rest: str, by_parts: bool) -> tuple[Call | str, int]:
-        return _parse_xml_call(rest, tools) if by_parts else parse_json_call(rest)
-
-    return split_parsed_calls(text, parse)
+    return split_parsed_calls(text, parse_json_call, lambda rest: _parse_xml_call(rest, tools))
 
 
 def split_parsed_calls(
-    text: str, parse: Callable[[str, bool], tuple[Call | str, int]], ended: bool = True
+    text: str, parse_json: CallParser, parse_xml: CallParser, ended: bool = True
 ) -> ParsedCalls:
-    """Do as `split_calls` with a parser of a call.
+    """Do as `split_calls` with parsers of a call in JSON and of one in <function=...>.
 
-    `parse` receives the text after an opening mark, and whether it is <function=...>. It returns
-    (the call, or the reason why there is none; its length with the closing mark, -1 without one).
-    `ended`: no text follows. Otherwise a failed call without a closing mark, and what follows it,
-    is left out.
+    A parser receives the text after an opening mark. It returns (the call, or the reason why there
+    is none; its length with the closing mark, -1 without one). `ended`: no text follows. Otherwise
+    a failed call without a closing mark, and what follows it, is left out.
     """
     content, calls, unparsed = "", [], []
     before, opened, rest = text.partition(CALL_BEGIN)
     while opened:
         content += before
         by_parts = rest.lstrip().startswith("<function=")
-        call, length = parse(rest, by_parts)
+        call, length = parse_xml(rest) if by_parts else parse_json(rest)
         raw = rest if length < 0 else rest[:length]
         before, opened, rest = rest[len(raw) :].partition(CALL_BEGIN)
         if not isinstance(call, str):

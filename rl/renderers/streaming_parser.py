@@ -64,10 +64,12 @@ def parse_partial_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list
     left out.
     """
 
-    def parse(rest: str, by_parts: bool) -> tuple[Call | str, int]:
-        return _parse_xml_call(rest, tools, ended) if by_parts else _parse_json_call(rest, ended)
-
-    return split_parsed_calls(text, parse, ended)[:2]
+    return split_parsed_calls(
+        text,
+        lambda rest: _parse_json_call(rest, ended),
+        lambda rest: _parse_xml_call(rest, tools, ended),
+        ended,
+    )[:2]
 
 
 def _parse_json_call(text: str, ended: bool) -> tuple[Call | str, int]:
