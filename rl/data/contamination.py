@@ -5,7 +5,7 @@ appendix C).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,23 +88,18 @@ def find_contamination(train: ProblemSet, held_out: ProblemSet) -> Contamination
 
 
 def _ngram_keys(problem: Problem) -> set[Any]:
-    """Return a problem's 13-grams within paragraphs, and its complete text without spaces.
+    """Return the 13-grams within paragraphs of a problem's user messages, and their complete text
+    without spaces.
 
     Instructions are separate paragraphs.
     """
-    text = "\n\n".join(_user_texts(problem))
+    texts = [_text(m.get("content")) for m in problem.messages if m["role"] == "user"]
+    text = "\n\n".join(texts)
     keys: set[Any] = {"".join(text.split())}
     for paragraph in text.lower().split("\n\n"):
         words = _WORD.findall(paragraph)
         keys.update(zip(*(words[i:] for i in range(WORDS_IN_A_ROW)), strict=False))
     return keys
-
-
-def _user_texts(problem: Problem) -> Iterable[str]:
-    """Yield the texts of the user messages."""
-    return (
-        _text(message.get("content")) for message in problem.messages if message["role"] == "user"
-    )
 
 
 def _text(content: Any) -> str:

@@ -186,13 +186,16 @@ def _parse_run_row(columns: Columns, place: str) -> tuple[tuple[Any, ...], Probl
     for name in ("response", "prompt"):
         if not isinstance(columns.get(name, ""), str):
             raise BadRow(f"{name!r} is a text, this is {str(columns[name])[:60]!r}")
+    temperature = columns.get("temperature")
+    if temperature is not None and not (_is_number(temperature) and temperature > 0):
+        raise BadRow(f"'temperature' is a positive number, this is {str(temperature)[:60]!r}")
     answer = StoredAnswer(
         reward=_reward(columns.get("reward"), "reward"),
         text=columns.get("response", ""),
         prompt_tokens=prompt,
         tokens=tokens,
         logprobs=_logprobs(columns.get("logprobs"), len(tokens)),
-        temperature=_temperature(columns.get("temperature")),
+        temperature=temperature,
         place=place,
         experts=_experts(columns.get("experts"), len(prompt) + len(tokens) - 1),
     )
@@ -247,13 +250,6 @@ def _experts(value: Any, count: int) -> str | None:
             f"token, have {count}"
         )
     return str(value)
-
-
-def _temperature(value: Any) -> float | None:
-    """Return the temperature. Raises BadRow unless it is None or a positive number."""
-    if value is not None and not (_is_number(value) and value > 0):
-        raise BadRow(f"'temperature' is a positive number, this is {str(value)[:60]!r}")
-    return value
 
 
 def _is_number(value: Any) -> bool:

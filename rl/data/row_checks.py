@@ -259,7 +259,7 @@ def make_answers_check(
     """
 
     def whole(problem: Problem) -> Problem:
-        bad, good, long = BadRowCollector(on_bad_row), [], []
+        bad, long, good = BadRowCollector(on_bad_row), BadRowCollector("skip"), []
         for answer in problem.answers:
             try:
                 check(problem, answer)
@@ -268,18 +268,18 @@ def make_answers_check(
                 if on_bad_row == "error" and not skipped:
                     raise
                 reason = str(error).removeprefix(f"{answer.place}: ")
-                if skipped:
-                    long.append(f"{answer.place}: {reason}")
-                else:
-                    bad.add(answer.place, BadRow(reason))
+                (long if skipped else bad).add(answer.place, BadRow(reason))
                 continue
             good.append(answer)
-        if long and not good:
-            raise RowTooLong(long[0], skip=True)
-        bad.faults += long if on_bad_row == "skip" else []
+        faults = long.faults
+        if faults and not good:
+            raise RowTooLong(faults[0], skip=True)
+        bad.faults += faults if on_bad_row == "skip" else []
         bad.raise_or_log(len(good), {})
-        if long and on_bad_row != "skip":
-            logger.warning("left out %d stored answers that are too long: %s", len(long), long[0])
+        if faults and on_bad_row != "skip":
+            logger.warning(
+                "left out %d stored answers that are too long: %s", len(faults), faults[0]
+            )
         return replace(problem, answers=tuple(good))
 
     return whole

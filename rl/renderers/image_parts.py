@@ -49,7 +49,8 @@ def get_image_chunks(messages: Messages) -> list[ImageChunk]:
     return [
         part["image"]
         for message in messages
-        for part in _content_parts(message)
+        if isinstance(message["content"], list)
+        for part in message["content"]
         if part["type"] == "image"
     ]
 
@@ -108,8 +109,3 @@ def iter_texts(message: Message) -> Iterator[str]:
         yield message["content"].strip()
     else:
         yield from (part["text"].strip() for part in message["content"] if part["type"] == "text")
-
-
-def _content_parts(message: Message) -> list[dict[str, Any]]:
-    """Return the content parts of a message, or [] for a text."""
-    return message["content"] if isinstance(message["content"], list) else []

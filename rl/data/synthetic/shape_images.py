@@ -94,13 +94,11 @@ def _make_row(
     answer, image = _picture(draw, ask)
     wrong = draw.choice([other for other in _ANSWERS[ask] if other != answer])
     if blind:
-        pixels = np.asarray(image).reshape(-1, 3)
-        shuffled = pixels[
-            np.random.default_rng(derive_seed("blind", split, index)).permutation(len(pixels))
-        ]
-        image = _image(shuffled)
+        image = _permute_pixels(image, derive_seed("blind", split, index))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
     parts: list[dict[str, Any]] = [
-        {"type": "image", "image": ImageChunk(_png(image), "png")},
+        {"type": "image", "image": ImageChunk(buffer.getvalue(), "png")},
         {"type": "text", "text": QUESTIONS[ask]},
     ]
     return parts, {"answer": answer}, answer, wrong
@@ -159,13 +157,9 @@ def _side_of(x: float, y: float) -> str:
     return "bottom" if down > 0 else "top"
 
 
-def _image(pixels: np.ndarray) -> Any:
+def _permute_pixels(image: Any, seed: int) -> Any:
     from PIL import Image
 
-    return Image.fromarray(pixels.reshape(_SIDE, _SIDE, 3))
-
-
-def _png(image: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
+    pixels = np.asarray(image).reshape(-1, 3)
+    order = np.random.default_rng(seed).permutation(len(pixels))
+    return Image.fromarray(pixels[order].reshape(_SIDE, _SIDE, 3))
