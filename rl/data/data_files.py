@@ -1,11 +1,10 @@
-"""Find the files of a split in a folder; read the rows of a file by its suffix."""
+"""Find the files of a split in a folder."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,8 @@ from rl.data.row_readers import (
     FILE_SUFFIXES,
     SPLIT_ALIASES,
     MissingSplit,
-    Row,
-    parse_json_lines,
-    parse_json_list,
-    read_lines,
+    get_suffix,
 )
-from rl.data.table_readers import BINARY, DELIMITERS, open_table, read_delimited
 from rl.errors import UserError
 
 # files that hold no rows
@@ -31,36 +26,6 @@ _METADATA_STEMS = (
     "dataset_infos",
     "dataset_dict",
 )
-
-
-def read_file(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file: a JSON object per line (.jsonl), a list of objects (.json) or a
-    table (.csv, .tsv, .parquet, .arrow); .gz too.
-
-    Raises UserError for a file that cannot be read to its end (cut off, damaged), even if bad rows
-    are skipped, since the number of missing rows is unknown.
-    """
-    if path.name.endswith(BINARY):
-        table = open_table([path])
-        yield from (table.row(i) for i in range(len(table)))
-        return
-    try:
-        opened = gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    with opened as stream:
-        suffix = _suffix(path).removesuffix(".gz")
-        if suffix == ".jsonl":
-            yield from parse_json_lines(read_lines(stream, path), path)
-        elif suffix in DELIMITERS:
-            yield from read_delimited(stream, path, suffix)
-        else:
-            yield from parse_json_list(b"".join(read_lines(stream, path)), path)
-
-
-def _suffix(path: Path) -> str:
-    """Return the data suffix of a file name; "" if it has none."""
-    return next((suffix for suffix in FILE_SUFFIXES if path.name.endswith(suffix)), "")
 
 
 def find_files(folder: Path, split: str, config: str | None = None) -> list[Path]:
@@ -221,7 +186,7 @@ def _files_by_pattern(folder: Path, name: str, config: str | None) -> list[Path]
         matches = [
             path
             for path in _data_files(place)
-            if pattern.fullmatch(path.name.removesuffix(_suffix(path)))
+            if pattern.fullmatch(path.name.removesuffix(get_suffix(path)))
         ]
         if not matches and (place / name).is_dir():
             matches = _data_files(place / name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from rl.config import DataFormat
-from rl.data.data_files import find_files, read_file
+from rl.data.data_files import find_files
 from rl.data.dataset_registry import (
     DATASET_REGISTRY,
     GENERATED_REWARDS,
@@ -33,7 +33,7 @@ from rl.data.row_readers import (
 )
 from rl.data.streaming import StreamedProblemSet
 from rl.data.synthetic import addition, countdown, oneliners, shapes, sorting
-from rl.data.table_readers import open_table
+from rl.data.table_readers import open_table, read_file
 from rl.errors import UserError, suggest_path
 from rl.types import Problem
 

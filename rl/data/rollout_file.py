@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl.data.data_files import read_file
 from rl.data.problem_set import ProblemSet
 from rl.data.prompt_template import PromptTemplate
 from rl.data.row_formats import check_text, get_column, make_prompt, read_messages, read_tools
@@ -27,6 +26,7 @@ from rl.data.row_readers import (
     Columns,
     OnBadRow,
 )
+from rl.data.table_readers import read_file
 from rl.errors import UserError
 from rl.images import has_images
 from rl.jsonl import get_evaluation_step, get_rollout_step

@@ -28,6 +28,11 @@ SPLIT_ALIASES = {
 FILE_SUFFIXES = (*_PLAIN, *(f"{suffix}.gz" for suffix in _PLAIN), ".parquet", ".arrow")
 
 
+def get_suffix(path: Path) -> str:
+    """Return the data suffix of a file name; "" if it has none."""
+    return next((suffix for suffix in FILE_SUFFIXES if path.name.endswith(suffix)), "")
+
+
 class BadRow(ValueError):
     """Report a row that cannot be used, and the reason."""
 

@@ -1,8 +1,11 @@
-"""Read .csv and .tsv in order; .jsonl, .parquet and .arrow (as `datasets` writes) by index."""
+"""Read the rows of a file in order, and those of .jsonl, .parquet and .arrow (as `datasets` writes)
+by index.
+"""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import re
 import sys
@@ -14,15 +17,49 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rl.data.row_readers import BadRow, Columns, Row, parse_json_line, read_lines
+from rl.data.row_readers import (
+    BadRow,
+    Columns,
+    Row,
+    get_suffix,
+    parse_json_line,
+    parse_json_lines,
+    parse_json_list,
+    read_lines,
+)
 from rl.errors import UserError
 
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
-BINARY = (".parquet", ".arrow")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_BINARY = (".parquet", ".arrow")
 _CACHED_GROUPS = 16  # decoded row groups of a .parquet file to cache
 
 
-def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
+def read_file(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file: a JSON object per line (.jsonl), a list of objects (.json) or a
+    table (.csv, .tsv, .parquet, .arrow); .gz too.
+
+    Raises UserError for a file that cannot be read to its end (cut off, damaged), even if bad rows
+    are skipped, since the number of missing rows is unknown.
+    """
+    if path.name.endswith(_BINARY):
+        table = open_table([path])
+        yield from (table.row(i) for i in range(len(table)))
+        return
+    try:
+        opened = gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    with opened as stream:
+        suffix = get_suffix(path).removesuffix(".gz")
+        if suffix == ".jsonl":
+            yield from parse_json_lines(read_lines(stream, path), path)
+        elif suffix in _DELIMITERS:
+            yield from _read_delimited(stream, path, suffix)
+        else:
+            yield from parse_json_list(b"".join(read_lines(stream, path)), path)
+
+
+def _read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
     """Yield the rows of a .csv or .tsv file; its first line names the columns.
 
     A cell that holds a JSON list of objects becomes that list. Raises UserError if the file has a
@@ -33,7 +70,7 @@ def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
         line.decode("utf-8-sig" if number == 0 else "utf-8")
         for number, line in enumerate(read_lines(stream, path))
     )
-    reader = csv.reader(lines, delimiter=DELIMITERS[suffix], strict=True)
+    reader = csv.reader(lines, delimiter=_DELIMITERS[suffix], strict=True)
     header: list[str] | None = None
     while True:
         try:
@@ -60,11 +97,11 @@ def read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
                     + ("; write the table without its index (pandas: index=False)" * index)
                 )
             if len(header) == 1 and (
-                other := re.search(rf"(?<=\S)(?!{DELIMITERS[suffix]})[;\t|,](?=\S)", header[0])
+                other := re.search(rf"(?<=\S)(?!{_DELIMITERS[suffix]})[;\t|,](?=\S)", header[0])
             ):
                 raise UserError(
                     f"{path}: its cells are separated by {other[0]!r}, and those of a "
-                    f"{suffix} file by {DELIMITERS[suffix]!r}: write it with that separator"
+                    f"{suffix} file by {_DELIMITERS[suffix]!r}: write it with that separator"
                 )
         elif cells:
             content = _parse_cells(header, cells)
