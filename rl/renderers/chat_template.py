@@ -198,7 +198,7 @@ class ChatTemplateRenderer(Renderer):
         messages = self._escape_messages(messages)
         text = self._render_text(messages, generation=False)
         if self._end_begins_next:
-            text += self._next_mark(messages[-1])
+            text += self._end_mark(messages[-1])
         spans = [
             self._find_span(text, messages, index)
             for index in find_trained_messages(messages, train_on)
@@ -292,11 +292,7 @@ class ChatTemplateRenderer(Renderer):
         ):
             # Gemma 4 renders calls and their results before the text of the same message
             return None
-        mark = (
-            self._end_of_turn
-            if not self._end_begins_next
-            else self._next_mark({**message, "role": "assistant"})
-        )
+        mark = self._end_mark(message) if self._end_begins_next else self._end_of_turn
         end = text.find(mark, at)
         ended = bool(answer) and answer[-1] in self.end_tokens
         if end < 0 or (
@@ -407,13 +403,10 @@ class ChatTemplateRenderer(Renderer):
         except UserError:
             return False
 
-    def _next_mark(self, message: Message) -> str:
-        """Return the mark that ends the answer `message` and also starts the next message."""
-        return (
-            self._call_mark
-            if message.get("tool_calls") and self._call_mark is not None
-            else self._end_of_turn
-        )
+    def _end_mark(self, message: Message) -> str:
+        """Return the mark that ends the answer `message`, after calls that of calls."""
+        calls = message.get("tool_calls")
+        return self._call_mark if calls and self._call_mark is not None else self._end_of_turn
 
     def _next_message_follows(self, between: str, answer: Sequence[int], mark: str) -> bool:
         """Return whether the next message starts right after the answer with `mark`. `between` is
@@ -503,8 +496,7 @@ class ChatTemplateRenderer(Renderer):
         content = messages[index]["content"].strip()
         at = text.find(content, begin)
         after = at + len(content) if at >= 0 else begin
-        calls = bool(messages[index].get("tool_calls"))
-        marks = {self._end_of_turn, *([self._call_mark] if calls and self._call_mark else [])}
+        marks = {self._end_of_turn, self._end_mark(messages[index])}
         ends = sorted((at, mark) for mark in marks if (at := text.find(mark, after)) >= 0)
         end, mark = ends[0] if ends else (-1, self._end_of_turn)
         if end < 0:

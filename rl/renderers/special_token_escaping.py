@@ -58,7 +58,7 @@ class SpecialTokenEscaper:
             _compile_words(self.control),
         )
         self._escaped_pattern = re.compile(
-            f"{_ESCAPE}.|[{''.join(self._private_chars.values())}]" if self._words else "(?!)",
+            f"({_ESCAPE}.|[{''.join(self._private_chars.values())}])" if self._words else "(?!)",
             re.DOTALL,
         )
         self._private_pattern = re.compile(
@@ -83,7 +83,7 @@ class SpecialTokenEscaper:
 
     def unescape(self, text: str) -> str:
         """Return the original text of an escaped text."""
-        return self._escaped_pattern.sub(self._unescape_match, text)
+        return self._escaped_pattern.sub(lambda match: self._unescape_word(match[0]), text)
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text with escaped special tokens, without BOS and EOS.
@@ -91,13 +91,10 @@ class SpecialTokenEscaper:
         Without escaped words the result is the tokenizer's. Raises UserError if the tokenizer can
         encode an escaped word only as the control token.
         """
-        if not self._escaped_pattern.search(text):
+        parts = self._escaped_pattern.split(text)  # template text and escaped words in turn
+        if len(parts) == 1:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
-        parts, at = [], 0  # alternates between template text and escaped words
-        for match in self._escaped_pattern.finditer(text):
-            parts += [text[at : match.start()], self._unescape_match(match)]
-            at = match.end()
-        parts.append(text[at:])
+        parts[1::2] = map(self._unescape_word, parts[1::2])
         control_count = sum(len(self._special_pattern.findall(part)) for part in parts[::2])
         tokens = self._encode_escaped(parts)
         if sum(token in self._ids for token in tokens) != control_count:
@@ -108,13 +105,11 @@ class SpecialTokenEscaper:
             )
         return tokens
 
-    def _unescape_match(self, match: re.Match[str]) -> str:
+    def _unescape_word(self, escaped: str) -> str:
         """Return the word of an escape sequence."""
-        return (
-            match.group()[1:]
-            if match.group()[0] == _ESCAPE
-            else self._words[ord(match.group()) - _FIRST_PRIVATE]
-        )
+        if escaped[0] == _ESCAPE:
+            return escaped[1:]
+        return self._words[ord(escaped) - _FIRST_PRIVATE]
 
     @cached_property
     def _ids(self) -> dict[int, str]:

@@ -165,20 +165,14 @@ class RoleColonRenderer(_TextRenderer):
         """
         before, stopped = self._split_at_end(answer)
         tail = self._render_text(normalize_messages(new)) + "Assistant:"
-        head, mark, after = self.decode(before).partition(_STOP_TEXT)
-        if mark and not stopped:
-            if after or not tail.startswith("User:"):
-                return None
-            return ModelInput.from_ints(
-                [*seen, *answer, *self._encode(tail.removeprefix("User:"), continuing=True)]
-            )
-        return (
-            None
-            if mark
-            else ModelInput.from_ints(
-                [*seen, *answer, *self._encode(_SEPARATOR + tail, continuing=True)]
-            )
-        )
+        _, mark, after = self.decode(before).partition(_STOP_TEXT)
+        if not mark:
+            following = _SEPARATOR + tail
+        elif stopped or after or not tail.startswith("User:"):
+            return None
+        else:
+            following = tail.removeprefix("User:")
+        return ModelInput.from_ints([*seen, *answer, *self._encode(following, continuing=True)])
 
     def _render_tools(self) -> str:
         """Return the description of tools and of the format of calls."""
