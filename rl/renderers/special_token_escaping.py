@@ -150,23 +150,20 @@ class SpecialTokenEscaper:
             return None
         from tokenizers import Tokenizer
 
+        def rename(word: str) -> str:
+            return _rename_word(word) if word in self._private_chars else word
+
         spec = json.loads(backend.to_str())
         for token in spec["added_tokens"]:
-            if token["content"] in self._private_chars:
-                token["content"] = _rename_word(token["content"])
-        vocabulary = spec["model"].get("vocab")
+            token["content"] = rename(token["content"])
+        model = spec["model"]
+        vocabulary = model.get("vocab")
         if isinstance(vocabulary, dict):
-            spec["model"]["vocab"] = {
-                _rename_word(word) if word in self._private_chars else word: i
-                for word, i in vocabulary.items()
-            }
+            model["vocab"] = {rename(word): i for word, i in vocabulary.items()}
         elif isinstance(vocabulary, list):  # unigram model: [piece, score]
-            spec["model"]["vocab"] = [
-                [_rename_word(word) if word in self._private_chars else word, *rest]
-                for word, *rest in vocabulary
-            ]
-        if spec["model"].get("unk_token") in self._private_chars:
-            spec["model"]["unk_token"] = _rename_word(spec["model"]["unk_token"])
+            model["vocab"] = [[rename(word), *rest] for word, *rest in vocabulary]
+        if model.get("unk_token") is not None:
+            model["unk_token"] = rename(model["unk_token"])
         return Tokenizer.from_str(json.dumps(spec))
 
     @cached_property
