@@ -30,12 +30,10 @@ from rl.renderers.response_parsing import (
     find_thought_marks,
     make_call,
     parse_arguments,
-    split_calls,
     split_channels,
-    split_thoughts,
 )
 from rl.renderers.special_token_escaping import SpecialTokenEscaper
-from rl.renderers.tool_call_formats import ToolCallFormat, find_call_format
+from rl.renderers.tool_call_formats import TAGGED_CALLS, ToolCallFormat, find_call_format
 from rl.types import Message, Messages, ModelInput
 
 _CALL_MARK = "<|call|>"  # ends a call in formats with channels
@@ -162,8 +160,8 @@ class ChatTemplateRenderer(Renderer):
             for name, value in template_settings.items()
         }
         self._thought_marks = find_thought_marks(template)
-        self._calls_tools = CALL_BEGIN in template
-        self._call_format = find_call_format(template)
+        tagged = TAGGED_CALLS if CALL_BEGIN in template else None
+        self._call_format = find_call_format(template) or tagged
         self._has_channels = f"{CHANNEL}final{CHANNEL_TEXT}" in template
         self._image_reader = get_image_reader(tokenizer)
         self._contents_in_parts = self._image_reader is not None and not self._accepts_strings()
@@ -216,14 +214,7 @@ class ChatTemplateRenderer(Renderer):
     def marks(self) -> tuple[str, ...]:
         if self._has_channels:
             return (CHANNEL, "<|end|>", "<|start|>assistant", *self.stops)
-        call = (
-            (self._call_format.begin,)
-            if self._call_format is not None
-            else (CALL_BEGIN,)
-            if self._calls_tools
-            else ()
-        )
-        return (*(self._thought_marks or ()), *call, *self.stops)
+        return super().marks()
 
     def call_format(self) -> ToolCallFormat | None:
         return self._call_format
@@ -234,14 +225,7 @@ class ChatTemplateRenderer(Renderer):
     def _parse_text(self, content: str) -> Message:
         if self._has_channels:
             return build_answer(*split_channels(content))
-        thoughts: str | None = None
-        if self._thought_marks is not None:
-            content, thoughts = split_thoughts(content, self._thought_marks)
-        if not self._calls_tools and self._call_format is None:
-            return build_answer(content, thoughts)
-        parse = split_calls if self._call_format is None else self._call_format.parse
-        content, calls, unparsed = parse(content, self.available_tools())
-        return build_answer(content, thoughts, calls, unparsed)
+        return super()._parse_text(content)
 
     def with_end_mark(self, tokens: Sequence[int]) -> list[int]:
         before, ended = self._split_at_end(tokens)

@@ -16,7 +16,7 @@ import numpy as np
 from rl.errors import UserError
 from rl.images import has_images, is_image_part
 from rl.renderers.image_parts import split_image_parts
-from rl.renderers.response_parsing import Tools, build_answer
+from rl.renderers.response_parsing import Tools, build_answer, split_thoughts
 from rl.renderers.special_token_escaping import SpecialTokenEscaper
 from rl.renderers.stop_tokens import get_end_tokens
 from rl.renderers.tool_call_formats import ToolCallFormat
@@ -76,7 +76,13 @@ class Renderer(ABC):
 
     def _parse_text(self, content: str) -> Message:
         """Return the text of an answer without its end mark as a message."""
-        return build_answer(content)
+        thoughts: str | None = None
+        if (marks := self.thought_marks()) is not None:
+            content, thoughts = split_thoughts(content, marks)
+        if (form := self.call_format()) is None:
+            return build_answer(content, thoughts)
+        content, calls, unparsed = form.parse(content, self.available_tools())
+        return build_answer(content, thoughts, calls, unparsed)
 
     def with_stops(self, stops: Sequence[str]) -> Renderer:
         """Return this renderer with texts before which answers also end. They are not part of the
@@ -138,8 +144,8 @@ class Renderer(ABC):
         return ()
 
     def call_format(self) -> ToolCallFormat | None:
-        """Return the format of tool calls, or None if calls are JSON within <tool_call> or separate
-        messages.
+        """Return the format of tool calls in the text of an answer, or None if calls are separate
+        messages or not parsed.
         """
         return None
 
@@ -153,7 +159,9 @@ class Renderer(ABC):
         """Return the texts that end the answer's text or start another part: thoughts, tool calls,
         another role's turn.
         """
-        return self.stops
+        form = self.call_format()
+        call = () if form is None else (form.begin,)
+        return (*(self.thought_marks() or ()), *call, *self.stops)
 
     def with_tools(self, tools: Tools) -> Renderer:
         """Return this renderer with `tools` that the model may call, each {"type": "function",

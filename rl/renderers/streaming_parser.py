@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 from rl.renderers.renderer import Renderer
 from rl.renderers.response_parsing import (
-    CALL_BEGIN,
     CALL_END,
     CALL_HEADER,
     CHANNEL,
@@ -31,7 +30,7 @@ from rl.renderers.response_parsing import (
     split_parsed_calls,
     split_thoughts,
 )
-from rl.renderers.tool_call_formats import PYTHON_TAG
+from rl.renderers.tool_call_formats import PYTHON_TAG, TAGGED_CALLS, ToolCallFormat
 from rl.types import Message
 
 _JSON_HEADER = re.compile(
@@ -180,8 +179,6 @@ def parse_partial_answer(
         return _build_message(renderer, *_split_partial_channels(text, marks, ended))
     around = renderer.thought_marks()
     form = renderer.call_format()
-    opening = CALL_BEGIN if form is None else form.begin
-    calls_tools = opening in marks
     content, thoughts = split_thoughts(text, around) if around is not None else (text, None)
     inside = ""
     if around is not None:
@@ -190,26 +187,28 @@ def parse_partial_answer(
         )
         if thinking and thoughts is not None:
             # A call within thoughts counts as a call only if the thoughts never end.
-            if calls_tools:
-                thoughts, called, rest = thoughts.partition(opening)
+            if form is not None:
+                thoughts, called, rest = thoughts.partition(form.begin)
                 inside = called + rest if ended else ""
             thoughts = thoughts if ended else trim_uncertain_end(thoughts, (around[1], *marks))
         thoughts = None if thoughts is None else thoughts.strip()
     content = content if ended else trim_uncertain_end(content, marks)
-    calls = []
-    if calls_tools:
-        content, calls = _split_partial_calls(renderer, content, ended)
-        after, more_calls = _split_partial_calls(renderer, inside, True)
+    calls: list[Call] = []
+    if form is not None:
+        tools = renderer.available_tools()
+        content, calls = _split_partial_calls(form, tools, content, ended)
+        after, more_calls = _split_partial_calls(form, tools, inside, True)
         content, calls = content + after, calls + more_calls
     return _build_message(renderer, content if ended else content.rstrip(), thoughts, calls)
 
 
-def _split_partial_calls(renderer: Renderer, text: str, ended: bool) -> tuple[str, list[Call]]:
+def _split_partial_calls(
+    form: ToolCallFormat, tools: Tools, text: str, ended: bool
+) -> tuple[str, list[Call]]:
     """Return (the text without its calls, the calls). Calls in a special format
     (`rl.renderers.tool_call_formats`) are included only when the answer has ended.
     """
-    form, tools = renderer.call_format(), renderer.available_tools()
-    if form is None:
+    if form == TAGGED_CALLS:
         return parse_partial_calls(text, tools, ended)
     if ended:
         content, parsed_calls, _ = form.parse(text, tools)

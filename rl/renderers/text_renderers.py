@@ -26,11 +26,10 @@ from rl.renderers.response_parsing import (
     CALL_BEGIN,
     CALL_END,
     Tools,
-    build_answer,
     format_with_calls,
     parse_arguments,
-    split_calls,
 )
+from rl.renderers.tool_call_formats import TAGGED_CALLS, ToolCallFormat
 from rl.types import Message, Messages, ModelInput
 
 _SEPARATOR = "\n\n"
@@ -58,8 +57,8 @@ class _TextRenderer(Renderer):
     def available_tools(self) -> Tools:
         return self.tools
 
-    def marks(self) -> tuple[str, ...]:
-        return (CALL_BEGIN, *self.stops) if self.tools else self.stops
+    def call_format(self) -> ToolCallFormat | None:
+        return TAGGED_CALLS if self.tools else None
 
     def _get_text(self, message: Message) -> str:
         """Return the text of a message, including its calls if tools are set."""
@@ -68,12 +67,6 @@ class _TextRenderer(Renderer):
             if self.tools and message["role"] == "assistant"
             else get_text_content(message)
         )
-
-    def _parse_text(self, content: str) -> Message:
-        if not self.tools:
-            return build_answer(content)
-        text, calls, unparsed = split_calls(content, self.tools)
-        return build_answer(text, None, calls, unparsed)
 
 
 class PlainRenderer(_TextRenderer):

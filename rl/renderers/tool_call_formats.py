@@ -27,6 +27,7 @@ from rl.renderers.response_parsing import (
     Tools,
     make_call,
     parse_parameter,
+    split_calls,
 )
 
 PYTHON_TAG = "<|python_tag|>"
@@ -47,8 +48,8 @@ class ToolCallFormat:
 
 
 def find_call_format(template: str) -> ToolCallFormat | None:
-    """Return the format that a chat template writes, or None for JSON within <tool_call> or a
-    template without calls.
+    """Return the format that a chat template writes, or None for TAGGED_CALLS or a template without
+    calls.
     """
     return next((form for sign, form in _FORMATS if sign in template), None)
 
@@ -286,6 +287,8 @@ def _parse_gemma_container(text: str, at: int) -> tuple[Any, int]:
             raise ValueError(f"after a value comes a comma or {closing}")
 
 
+# JSON, or <function=...>, within <tool_call>
+TAGGED_CALLS = ToolCallFormat("tagged", CALL_BEGIN, split_calls)
 # (text in a chat template, the format that it identifies)
 _FORMATS: tuple[tuple[str, ToolCallFormat], ...] = (
     (
