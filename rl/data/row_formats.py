@@ -304,13 +304,14 @@ class PreferencesFormat(RowFormat):
                 if is_instruction
                 else _read_prompt(columns, prompt_column)
             )
+            answers = []
             for name, side in zip(pair, sides, strict=True):
                 if isinstance(side, list) and len(side) != 1:
                     raise BadRow(
                         f"{name!r} must hold a single assistant message or a complete "
                         f"conversation; it has {len(side)} messages"
                     )
-            answers = [_read_answer(columns, name) for name in pair]
+                answers.append(_read_answer(columns, name))
         for answer, name in zip(answers, pair, strict=True):
             if not answer.strip():
                 raise BadRow(f"the answer in {name!r} is empty")

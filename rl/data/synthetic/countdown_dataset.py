@@ -10,16 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl.data.problem_set import ProblemSet
-from rl.data.synthetic.generated_set import (
-    build_set,
-    describe_ranges,
-    make_options_error,
-    parse_numbers,
-)
+from rl.data.synthetic.generated_set import build_set
 from rl.errors import UserError
 
-_RANGES = {"numbers": (4, 2, 6), "high": (99, 9, 999), "size": (10_000, 1, 1_000_000)}
-_TAKES = f"{describe_ranges(_RANGES)}, e.g. 'countdown:numbers=3,high=20'"
+# option: (default, least, most)
+_OPTIONS = {"numbers": (4, 2, 6), "high": (99, 9, 999), "size": (10_000, 1, 1_000_000)}
 _TARGETS = range(10, 1000)
 
 
@@ -43,10 +38,7 @@ def countdown(
     response is that solution, in \\boxed{}.
     Raises UserError for an unknown split or option, or if too few problems exist.
     """
-    options = options or {}
-    if options.keys() - _RANGES.keys():
-        raise make_options_error("countdown", _TAKES, options)
-    rows = _generate_rows(split, parse_numbers("countdown", _TAKES, options, _RANGES))
+    rows = _generate_rows(split, _options(options or {}))
     return build_set("countdown", split, rows, tag)
 
 
@@ -73,6 +65,21 @@ def _generate_rows(
             f"countdown: of {options['numbers']} numbers up to {options['high']} fewer than "
             f"{count} problems exist; request a smaller size"
         )
+
+
+def _options(options: Mapping[str, str]) -> dict[str, int]:
+    """Return all options as numbers. Raises UserError for unknown or invalid options."""
+    resolved = {name: default for name, (default, _, _) in _OPTIONS.items()}
+    for key, value in options.items():
+        _, least, most = _OPTIONS.get(key, (0, 1, 0))
+        if not value.isdecimal() or not least <= int(value) <= most:
+            ranges = ", ".join(f"{name} from {a} to {b}" for name, (_, a, b) in _OPTIONS.items())
+            raise UserError(
+                f"countdown takes the options {ranges}, e.g. 'countdown:numbers=3,high=20'; got "
+                f"{key}={value}"
+            )
+        resolved[key] = int(value)
+    return resolved
 
 
 def _prompt(numbers: list[int], target: int) -> str:

@@ -13,28 +13,6 @@ from rl.data.problem_set import ProblemSet
 from rl.errors import UserError
 from rl.types import Problem
 
-Ranges = Mapping[str, tuple[int, int, int]]  # option: (default, least, most)
-
-
-def describe_ranges(ranges: Ranges) -> str:
-    """Return the options of `ranges` with their least and most values, for messages."""
-    return ", ".join(f"{key} from {least} to {most}" for key, (_, least, most) in ranges.items())
-
-
-def parse_numbers(
-    name: str, takes: str, options: Mapping[str, str], ranges: Ranges
-) -> dict[str, int]:
-    """Return the number of each option in `ranges`. Raises UserError, with what the set `takes`,
-    for an invalid number.
-    """
-    numbers = {}
-    for key, (default, least, most) in ranges.items():
-        text = options.get(key, str(default))
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise make_options_error(name, takes, options)
-        numbers[key] = int(text)
-    return numbers
-
 
 def make_options_error(name: str, takes: str, options: Mapping[str, str]) -> UserError:
     """Return the error for options that the set `name` does not take."""

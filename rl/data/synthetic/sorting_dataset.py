@@ -11,18 +11,13 @@ from itertools import combinations_with_replacement
 from typing import Any
 
 from rl.data.problem_set import ProblemSet
-from rl.data.synthetic.generated_set import (
-    build_set,
-    describe_ranges,
-    parse_noise,
-    parse_numbers,
-)
+from rl.data.synthetic.generated_set import build_set, make_options_error, parse_noise
 from rl.errors import UserError
 from rl.types import Problem
 
-_RANGES = {"digits": (5, 2, 9), "size": (10_000, 1, 1_000_000)}
+_RANGES = {"digits": (2, 9), "size": (1, 1_000_000)}
 _TAKES = (
-    describe_ranges(_RANGES)
+    ", ".join(f"{key} from {low} to {high}" for key, (low, high) in _RANGES.items())
     + ", noise=P with P from 0 to 1, and from=EPOCH, e.g. 'sorting:digits=4,noise=1'"
 )
 
@@ -59,8 +54,12 @@ def sorting(
     meta["answer"] is always sorted.
     Raises UserError for an unknown split or option, or if too few rows exist.
     """
+    resolved = {"digits": "5", "size": "10000", **(options or {})}
     noise = parse_noise("sorting", _TAKES, options or {}, _RANGES)
-    digits, size = parse_numbers("sorting", _TAKES, options or {}, _RANGES).values()
+    for key, (low, high) in _RANGES.items():
+        if not resolved[key].isdecimal() or not low <= int(resolved[key]) <= high:
+            raise make_options_error("sorting", _TAKES, options or {})
+    digits, size = (int(resolved[key]) for key in _RANGES)
 
     def shuffle(problem: Problem, rng: random.Random) -> str:
         return "".join(rng.sample(problem.meta["answer"], digits))
