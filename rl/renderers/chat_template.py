@@ -173,8 +173,8 @@ class ChatTemplateRenderer(Renderer):
         self._call_id: int | None = None
         self.end_tokens |= {self._end_id}
         if self._call_mark in self.escaper.control:
-            self._call_id = tokenizer.convert_tokens_to_ids(self._call_mark)
-            self.end_tokens |= {self._call_id}
+            self._call_id = call_id = int(tokenizer.convert_tokens_to_ids(self._call_mark))
+            self.end_tokens |= {call_id}
         self._check_parsing()
 
     def build_generation_prompt(self, messages: Messages) -> ModelInput:
