@@ -41,7 +41,6 @@ from rl.sampler.scheduler import Scheduler
 from rl.sampler.speculative_decoder import SpeculativeDecoder
 from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
 from rl.sampler.token_sampling import (
-    RowSamplingSettings,
     find_adjusted_rows,
     find_truncated_rows,
     make_row_settings,
@@ -251,38 +250,33 @@ class Engine(Scheduler):
         if not logits:
             return []
         logits_NV = logits[0] if len(logits) == 1 else torch.cat([part.float() for part in logits])
-        if self._settings is None:
-            self._settings = self._make_settings(self._rows)
-        return self._sample_rows(logits_NV, self._rows.next_uniforms(), self._settings, self._rows)
+        return self._sample_rows(logits_NV, self._rows)
 
     def _verify(self, speculation: SpeculativeDecoder, rows: RunningRows) -> list[FinishedRequest]:
         """Feed the rows' last tokens and their drafts, and sample a token after each. `rows`: an
         entry for each token that is fed.
         """
-        logits_XV = speculation.feed(rows)
-        settings = self._make_settings(rows)
-        tokens, logprobs = self._sample(logits_XV, rows.next_uniforms(), settings, rows)
+        tokens, logprobs = self._sample(speculation.feed(rows), rows)
         self._count_step(len(tokens))
         drafts = rows.next_tokens()
         rows.replace_next(tokens, logprobs)
-        ended, stopped = self._find_ended(tokens, rows)
+        ended, stopped = self._find_ended(rows)
         last = speculation.accept(tokens == drafts, ended)
         return self._retire(ended[last], stopped[last])
 
-    def _sample_rows(
-        self,
-        logits_NV: Tensor,
-        uniform_N: np.ndarray,
-        settings: RowSamplingSettings,
-        rows: RunningRows,
-    ) -> list[FinishedRequest]:
+    def _sample_rows(self, logits_NV: Tensor, rows: RunningRows) -> list[FinishedRequest]:
         """Sample a token of each of `rows`, which are the newest rows or all, and remove the rows
         that end. No other row ends: it would have ended with its last token.
         """
-        tokens, logprobs = self._sample(logits_NV, uniform_N, settings, rows)
+        return self._retire(*self._record_tokens(*self._sample(logits_NV, rows)))
+
+    def _record_tokens(
+        self, tokens: np.ndarray, logprobs: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Append a token to each of the newest rows; return `_find_ended` of all rows."""
         self._rows.record(tokens, logprobs)
         self._count_step(len(tokens))
-        return self._retire(*self._find_ended(self._rows.last_tokens(), self._rows))
+        return self._find_ended(self._rows)
 
     def _count_step(self, sampled: int) -> None:
         """Count a step in which this number of rows got a token."""
@@ -290,21 +284,16 @@ class Engine(Scheduler):
         self.counters.decoded_rows += sampled
         self.counters.peak_rows = max(self.counters.peak_rows, len(self._rows))
 
-    def _make_settings(self, rows: RunningRows) -> RowSamplingSettings:
-        return make_row_settings(rows, vocab=self.decoder.vocab_size, device=self.decoder.device)
-
-    def _sample(
-        self,
-        logits_NV: Tensor,
-        uniform_N: np.ndarray,
-        settings: RowSamplingSettings,
-        rows: RunningRows,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Sample a token and its logprob for each of `rows`, which are the newest rows or all."""
+    def _sample(self, logits_NV: Tensor, rows: RunningRows) -> tuple[np.ndarray, np.ndarray]:
+        """Sample a token and its logprob for each of `rows`: all rows, or a view of some."""
+        if rows.settings is None:
+            rows.settings = make_row_settings(
+                rows, vocab=self.decoder.vocab_size, device=self.decoder.device
+            )
         tokens, logprobs = sample_next_tokens(
             logits_NV,
-            torch.from_numpy(uniform_N).to(logits_NV.device),
-            settings,
+            torch.from_numpy(rows.next_uniforms()).to(logits_NV.device),
+            rows.settings,
             rows,
             self._running,
         )
@@ -314,17 +303,19 @@ class Engine(Scheduler):
             .cpu()
             .numpy()
         )
-        chosen, bad = sampled[0].astype(np.int64), np.isnan(sampled[1])
-        if bad.any():
-            self._handle_non_finite(chosen, bad, rows)
+        chosen = sampled[0].astype(np.int64)
+        self._handle_non_finite(chosen, sampled[1], rows)
         return chosen, sampled[1]
 
     def _handle_non_finite(
-        self, tokens: np.ndarray, non_finite: np.ndarray, rows: RunningRows
+        self, tokens: np.ndarray, logprobs: np.ndarray, rows: RunningRows
     ) -> None:
         """Handle rows with NaN or infinite logits: of several models, record an error for each of
         their requests, and set their tokens to 0. Raises FloatingPointError for a single model.
         """
+        non_finite = np.isnan(logprobs)
+        if not non_finite.any():
+            return
         numbers = sorted(set(rows["request_id"][non_finite].tolist()))
         if not self.decoder.multi_adapter:
             self._has_non_finite = True
@@ -332,11 +323,11 @@ class Engine(Scheduler):
         self._errors |= {number: make_divergence_error([number]) for number in numbers}
         tokens[non_finite] = 0  # these rows are removed at the end of this step
 
-    def _find_ended(self, tokens: np.ndarray, rows: RunningRows) -> tuple[np.ndarray, np.ndarray]:
-        """Return which rows end with the last token, and which of them end because of a stop
+    def _find_ended(self, rows: RunningRows) -> tuple[np.ndarray, np.ndarray]:
+        """Return which rows end with their last token, and which of them end because of a stop
         condition.
         """
-        stopped = self._stops.table[rows["stop_row"], tokens]
+        stopped = self._stops.table[rows["stop_row"], rows.last_tokens()]
         for row in np.flatnonzero(rows["has_strings"] & ~stopped).tolist():
             strings = self._running[int(rows["request_id"][row])].stop.strings
             assert self._stop_strings is not None  # `add` rejects strings without a tokenizer
@@ -412,9 +403,7 @@ class Engine(Scheduler):
         """Admit requests and sample their first tokens, or run steps of all rows on the device."""
         if self._may_admit() and (logits := self._admit()):
             logits_NV = torch.cat(logits)
-            rows = self._rows.newest(len(logits_NV))
-            uniform_N = rows.uniforms_ahead(1)[0]
-            return self._sample_rows(logits_NV, uniform_N, self._make_settings(rows), rows)
+            return self._sample_rows(logits_NV, self._rows.newest(len(logits_NV)))
         if not len(self._rows):
             return []
         most = min(device.steps_per_sync, self.max_steps or device.steps_per_sync)
@@ -450,14 +439,10 @@ class Engine(Scheduler):
                 break
             self._state.record_experts(None if experts is None else experts[i][columns])
             chosen, logprob_N = token_R[columns], logprob_R[columns]
-            bad = np.isnan(logprob_N)
-            if bad.any():
-                self._handle_non_finite(chosen, bad, self._rows)
-            self._rows.record(chosen, logprob_N)
+            self._handle_non_finite(chosen, logprob_N, self._rows)
             self._state.response_lengths = self._state.response_lengths + 1
             self.counters.fed_tokens += len(columns)
-            self._count_step(len(columns))
-            ended, stopped = self._find_ended(chosen, self._rows)
+            ended, stopped = self._record_tokens(chosen, logprob_N)
             columns = columns[compact_slots(~ended)]
             finished += self._retire(ended, stopped)
         if self._in_flight is not None:

@@ -39,7 +39,6 @@ from rl.sampler.sampling_requests import (
     SamplingRequest,
     SequenceGroup,
 )
-from rl.sampler.token_sampling import RowSamplingSettings
 
 
 @dataclass(slots=True)
@@ -111,7 +110,6 @@ class Scheduler:
         self._preempted: list[_PreemptedRow] = []  # oldest first
         self._rows = RunningRows()
         self._prompts: list[CachedPrompt] = []  # by slot of the state
-        self._settings: RowSamplingSettings | None = None  # of the rows, made when they are sampled
         self._lengths = LengthEstimator()
         self.enable_prefix_caching = enable_prefix_caching
         self._runs_to_end = False  # `run` is active: nothing happens between two steps
@@ -241,7 +239,6 @@ class Scheduler:
             group.num_admitted += count
         slots = np.repeat([slot for _, slot, _ in entering], counts)
         self._state.add_rows(slots)
-        self._settings = None
         return torch.stack([self._prompts[slot].logits_V for slot in slots])
 
     def _select_waiting(self) -> _Admission:
@@ -383,7 +380,6 @@ class Scheduler:
         prompt_source = compact_slots(used)
         self._prompts = [self._prompts[slot] for slot in prompt_source]
         self._state.retain(row_source, prompt_source)
-        self._settings = None
 
     def _preempt_newest(self) -> None:
         """Preempt the newest rows until the next tokens of the remaining rows have blocks."""
@@ -412,7 +408,7 @@ class Scheduler:
         fed_tokens = [*group.request.prompt, *response]
         self._cache_row(row, group, fed_tokens)
         preempted = _PreemptedRow(
-            self._rows.preempt(np.array([row])),
+            self._rows.select(np.array([row])),
             self._prompts[int(self._state.prompt_of_row[row])],
             fed_tokens,
             self._state.experts_of_row(row),
@@ -450,4 +446,3 @@ class Scheduler:
                 slot, first.fed_tokens, length, adapter_id, first.experts, hashes
             )
             self._rows.restore(first.fields)
-            self._settings = None
