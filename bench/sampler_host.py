@@ -177,9 +177,8 @@ def scripted_device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graphs, "decode_step", step)
         patch.setattr(
-            paged_state.PagedState,
-            "_prefill_whole",
-            lambda state, batch, members, tables, logits: logits.zero_(),
+            "rl.sampler.forward_fast.FastForward.forward_prompts",
+            lambda model, batch, members, store, logits: logits.zero_(),
         )
         patch.setattr(
             "rl.sampler.forward_fast.FastForward.forward",

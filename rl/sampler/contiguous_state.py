@@ -20,7 +20,7 @@ from kernels import UNBOUNDED
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import BatchSize, PromptBatch
 from rl.sampler.fast_state import FastState, StoreSuffixes
-from rl.sampler.forward_fast import Attend, FastForward
+from rl.sampler.forward_fast import Attend, FastForward, StoreKeyValues
 from rl.sampler.prefix_attention import (
     PromptBand,
     SuffixBatch,
@@ -112,20 +112,14 @@ class ContiguousState(FastState):
         first = len(self.prompt_lengths)
         return self._fill(batch, range(first, first + len(batch.prompts)))
 
-    def _prefill_whole(
-        self,
-        batch: PromptBatch,
-        members: Sequence[int],
-        targets: Sequence[int],
-        logits_PV: Tensor,
-    ) -> None:
-        def keep(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
+    def _store_prompts(self, lengths: Sequence[int], targets: Sequence[int]) -> StoreKeyValues:
+        def store(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
             slots = torch.tensor([targets[i] for i in members], device=k.device)
             block = self.prompt_kv[layer]
             block[0, slots, :, : k.shape[2]] = k
             block[1, slots, :, : k.shape[2]] = v
 
-        self.decoder.forward_prompts(batch, members, keep, logits_PV)
+        return store
 
     def _count_cached(self, hashes: Hashes) -> int:
         return self._prefixes.find(hashes)[1]

@@ -17,7 +17,7 @@ from torch import Tensor
 from rl.sampler.decode_state import DecodeState, PromptBatch, index_in_row
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.expert_layers import copy_choices
-from rl.sampler.forward_fast import Attend, FastForward, make_ops
+from rl.sampler.forward_fast import Attend, FastForward, StoreKeyValues, make_ops
 from rl.sampler.linear_layers import RowAdapters, group_rows_by_adapter
 from rl.sampler.prefix_attention import SuffixBatch
 from rl.sampler.prefix_cache import CHUNK_SIZE, Hashes, select_wave
@@ -109,7 +109,8 @@ class FastState(DecodeState):
                 )
             self._copy_prefixes()
             if whole := [i for i in wave if not batch.reused[i]]:
-                self._prefill_whole(batch, whole, targets, logits_PV)
+                store = self._store_prompts(lengths, targets)
+                self.decoder.forward_prompts(batch, whole, store, logits_PV)
             rest = [i for i in wave if batch.reused[i]]
             for members in split_suffixes(lengths, batch.reused, rest):
                 logits_PV[members] = self._extend(batch, members, targets)
@@ -166,15 +167,9 @@ class FastState(DecodeState):
         """Let later prompts find a prompt whose keys and values are stored."""
 
     @abc.abstractmethod
-    def _prefill_whole(
-        self,
-        batch: PromptBatch,
-        members: Sequence[int],
-        targets: Sequence[Any],
-        logits_PV: Tensor,
-    ) -> None:
-        """Prefill the prompts `members` from their first token on; write the logits of their last
-        positions to their rows of `logits_PV`. `targets`: of all prompts.
+    def _store_prompts(self, lengths: Sequence[int], targets: Sequence[Any]) -> StoreKeyValues:
+        """Return the function that stores the keys and values of whole prompts, see
+        `FastForward.forward_prompts`. `lengths` and `targets`: of all prompts.
         """
 
     @abc.abstractmethod

@@ -24,7 +24,7 @@ from rl.sampler.block_manager import (
 )
 from rl.sampler.decode_state import BatchSize, PromptBatch, send_to_device
 from rl.sampler.fast_state import FastState, StoreSuffixes
-from rl.sampler.forward_fast import Attend, FastForward
+from rl.sampler.forward_fast import Attend, FastForward, StoreKeyValues
 from rl.sampler.prefix_attention import SuffixBatch
 from rl.sampler.prefix_cache import Hashes
 
@@ -72,24 +72,19 @@ class PagedState(FastState):
         self.block_manager.prompts += tables
         return self._fill(batch, tables)
 
-    def _prefill_whole(
-        self,
-        batch: PromptBatch,
-        members: Sequence[int],
-        targets: Sequence[BlockTable],
-        logits_PV: Tensor,
-    ) -> None:
-        lengths = batch.lengths
+    def _store_prompts(
+        self, lengths: Sequence[int], targets: Sequence[BlockTable]
+    ) -> StoreKeyValues:
         slots: dict[int, Tensor] = {}  # by the first prompt of a batch, equal in all layers
 
-        def keep(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
+        def store(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
             if members[0] not in slots:
                 slots[members[0]] = self._locate_slots(
                     [lengths[i] for i in members], [targets[i].block_table for i in members]
                 )
             append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], slots[members[0]])
 
-        self.decoder.forward_prompts(batch, members, keep, logits_PV)
+        return store
 
     def _count_cached(self, hashes: Hashes) -> int:
         return self.block_manager.count_cached(hashes)
