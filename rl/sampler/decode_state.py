@@ -47,6 +47,12 @@ def index_in_row(rows: np.ndarray) -> np.ndarray:
     return np.arange(len(rows)) - np.searchsorted(rows, rows)
 
 
+def pad_right(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return rows of numbers as a tensor [rows, longest], padded with zeros on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+
+
 def send_to_device(host: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to a device.
 

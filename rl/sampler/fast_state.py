@@ -128,7 +128,7 @@ class FastState(DecodeState):
         decoder = self.decoder
         starts = np.array([batch.reused[i] for i in members], np.int64)
         suffixes = [batch.prompts[i][batch.reused[i] :] for i in members]
-        suffix_batch = SuffixBatch.pad(starts, suffixes, decoder.device)
+        suffix_batch = SuffixBatch(starts, suffixes, decoder.device)
         store = self._store_suffixes([targets[i] for i in members], suffix_batch)
         rope = decoder.rope(suffix_batch.position_BT, suffix_batch.rope_positions)
 

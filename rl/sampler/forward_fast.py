@@ -20,7 +20,7 @@ from kernels import AttentionBounds
 from kernels.decode_ops import rms_norm, rotate_heads
 from rl.sampler import cpu_kernels
 from rl.sampler.cpu_kernels import CpuKernels
-from rl.sampler.decode_state import LogitsReader, PromptBatch, send_to_device
+from rl.sampler.decode_state import LogitsReader, PromptBatch, pad_right, send_to_device
 from rl.sampler.decoder import MAX_LOGITS_PER_SLICE, batch_prompts
 from rl.sampler.decoder_weights import DecoderWeights
 from rl.sampler.expert_layers import ExpertKeys, ExpertLayer, copy_choices
@@ -370,7 +370,7 @@ class FastForward:
         lengths, adapter_ids, device = batch.lengths, batch.adapter_ids, self.device
         for places in batch_prompts([lengths[i] for i in prompts], _PREFILL_TOKENS):
             members = [prompts[place] for place in places]
-            ids = self._stack_prompts(batch, members)
+            ids = send_to_device(pad_right([batch.prompts[i] for i in members]), device)
             longest = ids.shape[1]
             rope = self.rope(torch.arange(longest, device=device), longest)
             row_adapters = group_rows_by_adapter(adapter_ids, members, device)
@@ -389,13 +389,6 @@ class FastForward:
                 if (reader := batch.readers[i]) is not None:
                     adapters = [(adapter_ids[i], None)] if adapter_ids else None
                     self._pass_logits(reader, hidden[row, : lengths[i]], adapters)
-
-    def _stack_prompts(self, batch: PromptBatch, members: list[int]) -> Tensor:
-        """Return the tokens of prompts, the longest first, padded on the right: [B, T]."""
-        prompts = [batch.prompts[i] for i in members]
-        longest = len(prompts[0])
-        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-        return send_to_device(torch.tensor(padded), self.device)
 
     def _pass_logits(
         self, reader: LogitsReader, hidden_TE: Tensor, row_adapters: RowAdapters | None

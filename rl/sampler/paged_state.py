@@ -8,7 +8,8 @@ prompts, N rows, K key heads, S positions of a block, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,13 +23,14 @@ from rl.sampler.block_manager import (
     RowBlockTable,
     make_block_tables,
 )
-from rl.sampler.decode_state import BatchSize, PromptBatch, send_to_device
+from rl.sampler.decode_state import BatchSize, PromptBatch, pad_right, send_to_device
 from rl.sampler.fast_state import FastState, StoreSuffixes
 from rl.sampler.forward_fast import Attend, FastForward, StoreKeyValues
 from rl.sampler.prefix_attention import SuffixBatch
 from rl.sampler.prefix_cache import Hashes
 
 BlockTable = PromptBlockTable | RowBlockTable
+T = TypeVar("T", PromptBlockTable, RowBlockTable)
 BLOCK_SIZE = 256  # positions: the block size of torch's varlen attention
 
 
@@ -130,9 +132,7 @@ class PagedState(FastState):
         blocks.
         """
         tables = [target.block_table for target in targets]
-        width = max(map(len, tables))
-        padded = [[*blocks, *[0] * (width - len(blocks))] for blocks in tables]
-        table_BP = torch.tensor(padded).to(self.decoder.device)
+        table_BP = pad_right(tables).to(self.decoder.device)
         position_X = batch.position_X
         page_X = table_BP[batch.row_index_X, position_X // self.block_size]
         place_X = position_X % self.block_size
@@ -234,15 +234,16 @@ class PagedState(FastState):
             kv.nan_to_num_(0.0, 0.0, 0.0)
 
     def _move_rows(self, source: np.ndarray) -> None:
-        surviving = set(source.tolist())
-        for i, row in enumerate(self.block_manager.rows):
-            if i not in surviving:
-                self.block_manager.drop_row(row)
-        self.block_manager.rows = [self.block_manager.rows[i] for i in source]
+        manager = self.block_manager
+        manager.rows = _retain(manager.rows, source, manager.drop_row)
 
     def _move_prompts(self, source: np.ndarray) -> None:
-        surviving = set(source.tolist())
-        for i, prompt in enumerate(self.block_manager.prompts):
-            if i not in surviving:
-                self.block_manager.drop_prompt(prompt)
-        self.block_manager.prompts = [self.block_manager.prompts[i] for i in source]
+        manager = self.block_manager
+        manager.prompts = _retain(manager.prompts, source, manager.drop_prompt)
+
+
+def _retain(tables: list[T], source: np.ndarray, drop: Callable[[T], None]) -> list[T]:
+    """Return the tables of `source`, in that order, after calling `drop` with the others."""
+    for i in sorted(set(range(len(tables))) - set(source.tolist())):
+        drop(tables[i])
+    return [tables[i] for i in source]

@@ -310,14 +310,8 @@ def _check_causal(
 
     Raises UserError if not.
     """
-    prefixes = [
-        decoder.plain_forward([[*prompt, *response[:1]]], last_only=False)[0].float()
-        for _, prompt, response in rows
-    ]
-    predictions = [
-        logits[len(prompt) - 1 : len(prompt)]
-        for (_, prompt, _), logits in zip(rows, prefixes, strict=True)
-    ]
+    prefixes = [(step, prompt, response[:1]) for step, prompt, response in rows]
+    predictions = _reference_logits(decoder, prefixes)
     worst = _largest_difference(predictions, [logits[:1] for logits in reference])
     if worst > bound:
         raise UserError(
@@ -337,20 +331,18 @@ def _reads_exactly(
 ) -> bool:
     """Return whether sequences of that length (None: padded on the right) may share a forward."""
     sequences = [[*prompt, *response][:length] for _, prompt, response in rows]
-    counts = [
-        max(len(tokens) - len(prompt), 0)
-        for tokens, (_, prompt, _) in zip(sequences, rows, strict=True)
+    starts = [len(prompt) - 1 for _, prompt, _ in rows]
+    predictions = [
+        (i, slice(start, len(tokens) - 1))
+        for i, (start, tokens) in enumerate(zip(starts, sequences, strict=True))
+        if start < len(tokens) - 1
     ]
 
     def run() -> list[Tensor]:
         batch = decoder.plain_forward(sequences, last_only=False).float()
-        return [
-            batch[i, len(sequences[i]) - count - 1 : len(sequences[i]) - 1]
-            for i, count in enumerate(counts)
-            if count
-        ]
+        return [batch[place] for place in predictions]
 
-    expected = [logits[:count] for logits, count in zip(reference, counts, strict=True) if count]
+    expected = [reference[i][: places.stop - places.start] for i, places in predictions]
     return _run_within(run, expected, bound) is not None
 
 
