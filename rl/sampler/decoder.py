@@ -32,6 +32,7 @@ class Decoder(abc.ABC):
     length_switch: RopeLengthSwitch | None = None
     device: torch.device
     dtype: torch.dtype
+    name = "this sampler"  # in errors
     multi_adapter = False  # whether rows may use different adapters (`MultiAdapterDecoder`)
     # The decoder of the model without adapters, if this decoder shares all memory but the adapters
     # with it.
@@ -83,7 +84,7 @@ class Decoder(abc.ABC):
     def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
         """Raise UserError for images that this decoder cannot read."""
         if images:
-            raise make_no_images_error("this sampler")
+            raise make_no_images_error(self.name)
 
 
 def batch_prompts(

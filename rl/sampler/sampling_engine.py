@@ -14,7 +14,7 @@ reads the last ones.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -340,57 +340,57 @@ class Engine(Scheduler):
             return []
         if self.is_paged:
             self._lengths.record(self._rows["num_sampled"][ended], stopped[ended])
-        ended_rows = np.flatnonzero(ended)
-        finished: list[FinishedRequest] = []
-        lists, switch = self._rows.responses(ended_rows), self.decoder.length_switch
-        owners = zip(
-            ended_rows.tolist(),
-            self._rows["request_id"][ended_rows].tolist(),
-            self._rows["sample"][ended_rows].tolist(),
-            lists,
-            strict=True,
-        )
-        for row, request_id, sample, (tokens, logprobs) in owners:
-            group = self._running[request_id]
-            sequence = SampledSequence(tokens, logprobs, "stop" if stopped[row] else "length")
-            self._describe_sample(row, group.request, sequence)
-            sequence.temperature = group.request.params.temperature
-            sequence.beyond = switch is not None and len(group.request.prompt) > switch.threshold
-            group.sequences[sample] = sequence
-            if request_id not in self._errors and self._may_continue(group):
+        finished, switch = list[FinishedRequest](), self.decoder.length_switch
+        for row, group, sequence in self._read_samples(np.flatnonzero(ended)):
+            request, tokens = group.request, sequence.tokens
+            if stopped[row]:
+                sequence.stop_reason = "stop"
+            sequence.temperature = request.params.temperature
+            sequence.beyond = switch is not None and len(request.prompt) > switch.threshold
+            group.sequences[int(self._rows["sample"][row])] = sequence
+            if group.request_id not in self._errors and self._may_continue(group):
                 fed = group.num_resumed + int(self._state.response_lengths[row])
-                self._cache_row(row, group, (*group.request.prompt, *tokens[:fed]))
+                self._cache_row(row, group, (*request.prompt, *tokens[:fed]))
             group.num_unfinished -= 1
             self.counters.emitted_tokens += len(tokens)
             if group.num_unfinished == 0:
                 del self._running[group.request_id]
                 finished.append(FinishedRequest(group.request_id, group.make_response()))
-        self.counters.finished_samples += len(ended_rows)
+        self.counters.finished_samples += int(ended.sum())
         self._remove_rows(ended)
         return finished
 
-    def _describe_sample(
-        self, row: int, request: SamplingRequest, sequence: SampledSequence
-    ) -> None:
-        """Record the weight version in a sample (the oldest, and the version of each token if they
-        differ), and the experts of its tokens if these are recorded.
+    def _read_samples(
+        self, rows: np.ndarray
+    ) -> Iterator[tuple[int, SequenceGroup, SampledSequence]]:
+        """Yield each of `rows`, its request and its tokens so far, with their weight version (the
+        oldest, and the version of each token if they differ) and their experts if these are
+        recorded.
 
         Rows after the running rows are the preempted rows. Tokens that were sampled elsewhere, and
         are only prefilled here, keep the experts of their sampling.
         """
-        if isinstance(self.decoder, MultiAdapterDecoder):
-            sequence.version = self.decoder.versions[request.adapter_id or 0]
-        else:
-            versions = self._rows.versions(row, self.version)
-            sequence.version = min(versions, default=self.version)
-            sequence.versions = versions if len(set(versions)) > 1 else None
-        if self.records_experts:
-            later, resumed = row - len(self._state.prompt_of_row), request.resume_from
-            sequence.experts = (
-                self._state.experts_of_row(row) if later < 0 else self._preempted[later].experts
-            )
-            if resumed is not None and resumed.experts is not None and sequence.experts is not None:
-                sequence.experts[: len(resumed.experts)] = resumed.experts
+        for row, lists in zip(rows.tolist(), self._rows.responses(rows), strict=True):
+            group = self._running[int(self._rows["request_id"][row])]
+            request, sequence = group.request, SampledSequence(*lists, "length")
+            if isinstance(self.decoder, MultiAdapterDecoder):
+                sequence.version = self.decoder.versions[request.adapter_id or 0]
+            else:
+                versions = self._rows.versions(row, self.version)
+                sequence.version = min(versions, default=self.version)
+                sequence.versions = versions if len(set(versions)) > 1 else None
+            if self.records_experts:
+                later, resumed = row - len(self._state.prompt_of_row), request.resume_from
+                sequence.experts = (
+                    self._state.experts_of_row(row) if later < 0 else self._preempted[later].experts
+                )
+                if (
+                    resumed is not None
+                    and resumed.experts is not None
+                    and sequence.experts is not None
+                ):
+                    sequence.experts[: len(resumed.experts)] = resumed.experts
+            yield row, group, sequence
 
     # ------------------------------------------------------------------------------- device steps
 
@@ -531,14 +531,9 @@ class Engine(Scheduler):
                 list(self._running if request_ids is None else request_ids),
             )
         )
-        for index, lists in zip(rows.tolist(), self._rows.responses(rows), strict=True):
-            request_id, sample = (
-                int(self._rows["request_id"][index]),
-                int(self._rows["sample"][index]),
-            )
-            sequence = SampledSequence(*lists, "length")
-            self._describe_sample(index, self._running[request_id].request, sequence)
-            partial.setdefault(request_id, {})[sample] = sequence
+        for row, group, sequence in self._read_samples(rows):
+            sample = int(self._rows["sample"][row])
+            partial.setdefault(group.request_id, {})[sample] = sequence
         self._rows.reorder(np.arange(running))
         return partial
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,16 +39,6 @@ from rl.sampler.sampling_requests import (
     SamplingRequest,
     SequenceGroup,
 )
-
-
-@dataclass(slots=True)
-class _Admission:
-    """Hold the samples that move to the running queue, and the batch's size with them."""
-
-    slots: dict[Any, int]  # slot by key of a prompt
-    size: BatchSize
-    entering: list[tuple[SequenceGroup, int]] = field(default_factory=list)  # group, samples
-    prefills: list[SequenceGroup] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +163,8 @@ class Scheduler:
         """
         if self._preempted or not self._waiting or len(self._rows) >= self.max_rows:
             return []
-        admission = self._select_waiting()
-        if not admission.entering:
+        entering, prefills, size = self._select_waiting()
+        if not entering:
             if not len(self._rows):
                 raise RuntimeError(
                     f"no request runs and none of the {len(self._waiting)} waiting fits in "
@@ -182,16 +172,15 @@ class Scheduler:
                 )
             return []
         # Sort prompts by length (see `make_bands`). The order does not change any sample.
-        slots, prefills = admission.slots, admission.prefills
         prefills.sort(key=lambda group: len(group.key[0]))
-        slots.update({group.key: len(self._prompts) + i for i, group in enumerate(prefills)})
-        entering = sorted(admission.entering, key=lambda pair: slots[pair[0].key])
-        self._state.reserve(admission.size)
+        self._state.reserve(size)
         self._prefill(prefills)
         self.counters.peak_cache_tokens = max(
-            self.counters.peak_cache_tokens, self._state.used_tokens(admission.size)
+            self.counters.peak_cache_tokens, self._state.used_tokens(size)
         )
-        return [self._add_rows([(group, slots[group.key], count) for group, count in entering])]
+        slots = {prompt.key: slot for slot, prompt in enumerate(self._prompts)}
+        rows = [(slots[group.key], group, count) for group, count in entering]
+        return [self._add_rows(sorted(rows, key=lambda row: row[0]))]
 
     def _prefill(self, groups: list[SequenceGroup]) -> None:
         """Prefill the prompts of these groups, one prompt per group."""
@@ -225,48 +214,51 @@ class Scheduler:
             self.counters.prefill_tokens += len(group.key[0]) - count
         self.counters.prefill_prompts += len(groups)
 
-    def _add_rows(self, entering: list[tuple[SequenceGroup, int, int]]) -> Tensor:
-        """Add rows for the samples and return the logits of their first tokens, [new rows, V]."""
+    def _add_rows(self, entering: list[tuple[int, SequenceGroup, int]]) -> Tensor:
+        """Add rows for samples: (slot of the prompt, request, number). Return the logits of their
+        first tokens, [new rows, V].
+        """
         counts = [count for _, _, count in entering]
-        self._rows.add([group for group, _, _ in entering], counts)
+        self._rows.add([group for _, group, _ in entering], counts)
         first = len(self._rows) - sum(counts)
-        for group, slot, count in entering:
+        for slot, group, count in entering:
             if group.request.resume_from is not None and group.num_resumed:
                 self._rows.resume(first, group.request.resume_from)
             first += count
             self._running[group.request_id] = group
             group.reader = self._prompts[slot].reader
             group.num_admitted += count
-        slots = np.repeat([slot for _, slot, _ in entering], counts)
+        slots = np.repeat([slot for slot, _, _ in entering], counts)
         self._state.add_rows(slots)
         return torch.stack([self._prompts[slot].logits_V for slot in slots])
 
-    def _select_waiting(self) -> _Admission:
+    def _select_waiting(
+        self,
+    ) -> tuple[list[tuple[SequenceGroup, int]], list[SequenceGroup], BatchSize]:
         """Take samples from the waiting queue, first come first served, as long as the budget holds
-        them.
+        them. Return the requests with their numbers of samples, the requests whose prompts are to
+        be prefilled, and the size of the batch with them.
         """
-        admission = _Admission(
-            {prompt.key: slot for slot, prompt in enumerate(self._prompts)}, self._running_size()
-        )
-        slots = admission.slots
+        keys, size = {prompt.key for prompt in self._prompts}, self._running_size()
+        entering, prefills = list[tuple[SequenceGroup, int]](), list[SequenceGroup]()
         while self._waiting:
             group = self._waiting[0]
-            fresh = group.key not in slots
+            fresh = group.key not in keys
             if not (fresh or group.num_admitted):
                 group.cached_tokens = len(group.key[0])
-            size = _add_group(admission.size, group, fresh)
-            count = self._count_admissible(group, size)
+            with_prompt = _add_group(size, group, fresh)
+            count = self._count_admissible(group, with_prompt)
             if count == 0:
                 break
             if fresh:
-                slots[group.key] = len(slots)
-                admission.prefills.append(group)
-            admission.size = size._replace(rows=size.rows + count)
-            admission.entering.append((group, count))
+                keys.add(group.key)
+                prefills.append(group)
+            size = with_prompt._replace(rows=size.rows + count)
+            entering.append((group, count))
             if group.num_admitted + count < group.request.num_samples:
                 break
             self._waiting.popleft()
-        return admission
+        return entering, prefills, size
 
     def _used_stop_rows(self) -> set[int]:
         """Return the rows of the stop table that unfinished requests read."""
