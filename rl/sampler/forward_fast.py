@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,11 @@ from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import LogitsReader, PromptBatch, pad_right, send_to_device
 from rl.sampler.decoder import MAX_LOGITS_PER_SLICE, batch_prompts
 from rl.sampler.decoder_weights import DecoderWeights
-from rl.sampler.expert_layers import ExpertKeys, ExpertLayer, copy_choices
+from rl.sampler.expert_layers import ExpertLayer, copy_choices
 from rl.sampler.linear_layers import (
+    AdapterSpecs,
     HeadProjection,
     Projection,
-    ProjectionSpec,
     RowAdapters,
     TokenEmbedding,
     fits_budget,
@@ -48,23 +49,19 @@ StoreKeyValues = Callable[[int, list[int], Tensor, Tensor], None]
 RotaryTables = Sequence[tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKeys:
-    """Hold the buffer keys of a layer."""
+# norms before and after the attention, before and after the MLP
+LAYER_NORMS = ("norm_in", "norm_attention_out", "norm_mlp", "norm_mlp_out")
 
-    qkv: ProjectionSpec
-    out: ProjectionSpec
-    gate_up: ProjectionSpec | None  # of the MLP; of the shared expert in a layer of experts
-    down: ProjectionSpec | None
-    norm_in: str | None  # before the attention
-    norm_attention_out: str | None
-    norm_mlp: str | None  # before the MLP
-    norm_mlp_out: str | None
-    norm_qk: str | None  # weights of the query norm and the key norm of each head, stacked
-    norm_qk_all: str | None  # weights of the norms over all query heads and all key heads, stacked
-    rope: int  # index in `DecoderArchitecture.ropes`
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """Hold what a layer's buffers do not show. `key`: the beginning of their names. `rope`: index
+    in `DecoderArchitecture.ropes`.
+    """
+
+    key: str
+    rope: int
     bounds: AttentionBounds
-    experts: ExpertKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +79,8 @@ class DecoderArchitecture:
     `heads` and `key_heads` are those of this rank if a tensor-parallel group splits the decoder.
     """
 
-    layers: tuple[LayerKeys, ...]
-    embed: str
-    embed_adapter: tuple[str, str, float] | None  # A [R, V], B [E, R], scale
-    norm: str
-    head: ProjectionSpec
+    layers: tuple[LayerConfig, ...]
+    adapters: AdapterSpecs
     heads: int
     key_heads: int
     head_width: int
@@ -94,6 +88,8 @@ class DecoderArchitecture:
     ropes: tuple[RotarySpec, ...]
     vocab_size: int
     max_positions: int | None
+    experts_per_token: int = 0
+    normalizes_experts: bool = False
     activation: str = "silu"
     query_scale: float = 1.0  # of the queries, before scores are scaled by D^-0.5
     embedding_scale: float = 1.0
@@ -115,7 +111,12 @@ class ForwardOps:
 
 
 class LayerWeights:
-    """Hold the tensors and modules of a layer, looked up once, under the names of `LayerKeys`."""
+    """Hold the tensors and modules of a layer, looked up once; None for those that it lacks.
+
+    `gate_up` and `down`: of the MLP; of the shared expert in a layer of experts. `norm_qk`: weights
+    of the query norm and the key norm of each head, stacked. `norm_qk_all`: weights of the norms
+    over all query heads and all key heads, stacked.
+    """
 
     qkv: Projection
     out: Projection
@@ -127,20 +128,31 @@ class LayerWeights:
     norm_mlp_out: Tensor | None
     norm_qk: Tensor | None
     norm_qk_all: Tensor | None
-    rope: int
-    bounds: AttentionBounds
-    experts: ExpertLayer | None
 
-    def __init__(self, keys: LayerKeys, buffers: dict[str, Tensor]):
-        for field in fields(keys):
-            value = getattr(keys, field.name)
-            if isinstance(value, str):
-                value = buffers[value]
-            elif isinstance(value, ProjectionSpec):
-                value = Projection(value, buffers)
-            elif isinstance(value, ExpertKeys):
-                value = ExpertLayer(value, buffers)
-            setattr(self, field.name, value)
+    def __init__(
+        self, config: LayerConfig, architecture: DecoderArchitecture, buffers: Mapping[str, Tensor]
+    ):
+        def project(name: str) -> Any:
+            key = f"{config.key}.{name}"
+            if f"{key}.weight" not in buffers:
+                return None
+            return Projection(key, buffers, architecture.adapters)
+
+        self.qkv, self.out = project("qkv"), project("out")
+        self.gate_up, self.down = project("gate_up"), project("down")
+        self.rope, self.bounds = config.rope, config.bounds
+        for name in (*LAYER_NORMS, "norm_qk", "norm_qk_all"):
+            setattr(self, name, buffers.get(f"{config.key}.{name}"))
+        experts = f"{config.key}.experts"
+        self.experts: ExpertLayer | None = None
+        if f"{experts}.router" in buffers:
+            self.experts = ExpertLayer(
+                experts,
+                buffers,
+                architecture.experts_per_token,
+                architecture.normalizes_experts,
+                project("experts.shared_gate"),
+            )
 
     def projections(self) -> list[Projection]:
         """Return the linear layers that an adapter may modify, in a fixed order."""
@@ -168,17 +180,21 @@ class FastForward:
     def __init__(self, architecture: DecoderArchitecture, weights: DecoderWeights):
         self.architecture, self.weights = architecture, weights
         self.vocab_size, self.max_positions = architecture.vocab_size, architecture.max_positions
-        buffers = weights.buffers
-        embed_VE, adapter = buffers[architecture.embed], architecture.embed_adapter
-        self.tp_group = weights.tp_group
-        low = None if adapter is None else (buffers[adapter[0]], buffers[adapter[1]], adapter[2])
-        self.embed = TokenEmbedding(embed_VE, low, architecture.vocab_size, self.tp_group)
+        buffers, adapters = weights.buffers, architecture.adapters
+        embed_VE, self.tp_group = buffers["embed"], weights.tp_group
+        lora = [
+            (buffers["embed.lora_a"], buffers[a.b_key], a.scale) for a in adapters.get("embed", ())
+        ]
+        self.embed = TokenEmbedding(
+            embed_VE, lora[0] if lora else None, architecture.vocab_size, self.tp_group
+        )
         self.device, self.dtype = embed_VE.device, embed_VE.dtype
-        self.layers = [LayerWeights(keys, buffers) for keys in architecture.layers]
-        self.norm_E = buffers[architecture.norm]
+        self.layers = [LayerWeights(layer, architecture, buffers) for layer in architecture.layers]
+        self.norm_E = buffers["norm"]
         self.head = HeadProjection(
-            architecture.head,
-            buffers,
+            "head",
+            {"head.weight": embed_VE, **buffers},  # a tied head has no weight of its own
+            adapters,
             architecture.vocab_size,
             self.tp_group,
             architecture.logit_softcap,
