@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels import UNBOUNDED
 from rl.sampler.cpu_kernels import CpuKernels
-from rl.sampler.decode_state import BatchSize, PromptBatch
+from rl.sampler.decode_state import BatchSize, Prompt
 from rl.sampler.fast_state import FastState, StoreSuffixes
 from rl.sampler.forward_fast import Attend, FastForward, StoreKeyValues
 from rl.sampler.prefix_attention import (
@@ -108,13 +108,14 @@ class ContiguousState(FastState):
             self.prompt_kv[layer], self.row_kv[layer] = prompt, row
         self.joint_kv = joint
 
-    def _prefill(self, batch: PromptBatch) -> Tensor:
-        first = len(self.prompt_lengths)
-        return self._fill(batch, range(first, first + len(batch.prompts)))
+    def _prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        for slot, prompt in enumerate(prompts, len(self.prompt_lengths)):
+            prompt.target = slot
+        return self._fill(prompts)
 
-    def _store_prompts(self, lengths: Sequence[int], targets: Sequence[int]) -> StoreKeyValues:
-        def store(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
-            slots = torch.tensor([targets[i] for i in members], device=k.device)
+    def _store_prompts(self) -> StoreKeyValues:
+        def store(layer: int, members: list[Prompt], k: Tensor, v: Tensor) -> None:
+            slots = torch.tensor([prompt.target for prompt in members], device=k.device)
             block = self.prompt_kv[layer]
             block[0, slots, :, : k.shape[2]] = k
             block[1, slots, :, : k.shape[2]] = v
@@ -124,15 +125,14 @@ class ContiguousState(FastState):
     def _count_cached(self, hashes: Hashes) -> int:
         return self._prefixes.find(hashes)[1]
 
-    def _start_prompt(
-        self, target: int, length: int, hashes: Hashes
-    ) -> tuple[int, np.ndarray | None]:
+    def _start_prompt(self, prompt: Prompt, hashes: Hashes) -> None:
         prefix, count = self._prefixes.find(hashes)
         if prefix is None:
-            return 0, None
-        positions = count * self.chunk_size
-        self._copies.setdefault((prefix, positions), []).append(target)
-        return positions, None if prefix.experts is None else prefix.experts[:positions]
+            return
+        prompt.reused = count * self.chunk_size
+        if prefix.experts is not None:
+            prompt.experts = prefix.experts[: prompt.reused]
+        self._copies.setdefault((prefix, prompt.reused), []).append(prompt.target)
 
     def _copy_prefixes(self) -> None:
         for (prefix, positions), slots in self._copies.items():
@@ -141,10 +141,11 @@ class ContiguousState(FastState):
                 block[:, slots, :, :positions] = source[:, None, :, :positions]
         self._copies = {}
 
-    def _register(self, target: int, hashes: Hashes, experts: np.ndarray | None) -> None:
-        if hashes:
-            self._cached_slots[target] = CachedSequence(hashes, target, experts=experts)
-            self._prefixes.add(self._cached_slots[target])
+    def _register(self, prompt: Prompt) -> None:
+        if prompt.hashes:
+            cached = CachedSequence(prompt.hashes, prompt.target, experts=prompt.experts)
+            self._cached_slots[prompt.target] = cached
+            self._prefixes.add(cached)
 
     def cache_row(self, row: int, hashes: Hashes) -> None:
         prompt = int(self.prompt_of_row[row])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl.images import make_no_images_error
-from rl.sampler.decode_state import DecodeState, PromptBatch
+from rl.sampler.decode_state import DecodeState, Prompt
 from rl.sampler.rope_switch import RopeLengthSwitch
 from rl.types import PlacedImage
 
@@ -68,7 +68,7 @@ class Decoder(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read_prompts(self, batch: PromptBatch) -> None:
+    def read_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Pass the logits of every position of each prompt to its reader. Nothing is cached."""
 
     def weights_name(self, adapter_id: int | None) -> str:

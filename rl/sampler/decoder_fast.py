@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from rl.errors import UserError
 from rl.layers import describe_layers, unwrap_model
 from rl.models import is_value_head_parameter
 from rl.sampler.contiguous_state import ContiguousState
-from rl.sampler.decode_state import PromptBatch
+from rl.sampler.decode_state import Prompt
 from rl.sampler.decoder import Decoder, NamedTensors
 from rl.sampler.decoder_weights import UnsupportedModel, WeightsBuilder, unwrap_lora_layer
 from rl.sampler.forward_fast import (
@@ -141,8 +141,8 @@ class FastDecoder(FastForward, Decoder):
     def new_state(self, kv_cache_tokens: int) -> ContiguousState:
         return ContiguousState(self, kv_cache_tokens)
 
-    def read_prompts(self, batch: PromptBatch) -> None:
-        self.forward_prompts(batch, range(len(batch.prompts)), None, None)
+    def read_prompts(self, prompts: Sequence[Prompt]) -> None:
+        self.forward_prompts(prompts, range(len(prompts)), None, None)
 
 
 class MultiAdapterDecoder(FastDecoder):

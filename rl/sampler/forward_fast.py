@@ -21,7 +21,7 @@ from kernels import AttentionBounds
 from kernels.decode_ops import rms_norm, rotate_heads
 from rl.sampler import cpu_kernels
 from rl.sampler.cpu_kernels import CpuKernels
-from rl.sampler.decode_state import LogitsReader, PromptBatch, pad_right, send_to_device
+from rl.sampler.decode_state import LogitsReader, Prompt, pad_right, send_to_device, store_experts
 from rl.sampler.decoder import MAX_LOGITS_PER_SLICE, batch_prompts
 from rl.sampler.decoder_weights import DecoderWeights
 from rl.sampler.expert_layers import ExpertLayer, copy_choices
@@ -44,7 +44,7 @@ Attend = Callable[[int, Tensor], Tensor]
 # Takes (part to add or None, sum, weight of the norm or None, epsilon); the sum with the part, and
 # its norm (the sum itself without weight). It may use the memory of the part and of the sum.
 AddAndNorm = Callable[[Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
-StoreKeyValues = Callable[[int, list[int], Tensor, Tensor], None]
+StoreKeyValues = Callable[[int, list[Prompt], Tensor, Tensor], None]
 # Cosines and signed sines of each of `DecoderArchitecture.ropes`.
 RotaryTables = Sequence[tuple[Tensor, Tensor]]
 
@@ -371,40 +371,45 @@ class FastForward:
 
     def forward_prompts(
         self,
-        batch: PromptBatch,
-        prompts: Sequence[int],
+        prompts: Sequence[Prompt],
+        indices: Sequence[int],
         store_kv: StoreKeyValues | None,
         logits_PV: Tensor | None,
+        records_experts: bool = False,
     ) -> None:
-        """Prefill these prompts of the batch; write the logits of their last positions to their
+        """Prefill the prompts of these indices; write the logits of their last positions to their
         rows of `logits_PV`, unless it is None.
 
         Prompts are padded on the right if their lengths differ (causal attention does not see the
-        padding). `store_kv` receives (layer, indices of the prompts, keys [B, K, T, D], values) to
-        store.
+        padding). `store_kv` receives (layer, prompts, keys [B, K, T, D], values) to store.
         """
-        lengths, adapter_ids, device = batch.lengths, batch.adapter_ids, self.device
-        for places in batch_prompts([lengths[i] for i in prompts], _PREFILL_TOKENS):
-            members = [prompts[place] for place in places]
-            ids = send_to_device(pad_right([batch.prompts[i] for i in members]), device)
+        device = self.device
+        for places in batch_prompts([len(prompts[i].tokens) for i in indices], _PREFILL_TOKENS):
+            members = [prompts[indices[place]] for place in places]
+            lengths = [len(prompt.tokens) for prompt in members]
+            ids = send_to_device(pad_right([prompt.tokens for prompt in members]), device)
             longest = ids.shape[1]
             rope = self.rope(torch.arange(longest, device=device), longest)
-            row_adapters = group_rows_by_adapter(adapter_ids, members, device)
-            last_B = torch.tensor([lengths[i] - 1 for i in members], device=device)
-            all_read = any(batch.readers[i] is not None for i in members)
-            choices: list[Tensor] | None = None if batch.experts is None else []
+            row_adapters = self.group_rows([prompt.adapter_id for prompt in members])
+            last_B = torch.tensor([length - 1 for length in lengths], device=device)
+            all_read = any(prompt.reader is not None for prompt in members)
+            choices: list[Tensor] | None = [] if records_experts else None
             attend = self._prompt_attention(members, rope, store_kv)
             hidden = self.forward(ids, attend, row_adapters, None if all_read else last_B, choices)
-            batch.store_experts(copy_choices(choices), members)
+            store_experts(members, copy_choices(choices))
             if logits_PV is not None:
                 rows = torch.arange(len(members), device=device)
                 last = hidden[rows, last_B] if all_read else hidden
                 logits = self.head(last, row_adapters).float()
-                logits_PV[torch.tensor(members, device=device)] = logits
-            for row, i in enumerate(members):
-                if (reader := batch.readers[i]) is not None:
-                    adapters = [(adapter_ids[i], None)] if adapter_ids else None
-                    self._pass_logits(reader, hidden[row, : lengths[i]], adapters)
+                logits_PV[torch.tensor([indices[i] for i in places], device=device)] = logits
+            for row, prompt in enumerate(members):
+                if prompt.reader is not None:
+                    adapters = self.group_rows([prompt.adapter_id])
+                    self._pass_logits(prompt.reader, hidden[row, : lengths[row]], adapters)
+
+    def group_rows(self, adapter_ids: Sequence[int]) -> RowAdapters | None:
+        """Group rows by their adapters; None if the decoder does not mix any."""
+        return group_rows_by_adapter(adapter_ids, self.device) if self.multi_adapter else None
 
     def _pass_logits(
         self, reader: LogitsReader, hidden_TE: Tensor, row_adapters: RowAdapters | None
@@ -415,7 +420,7 @@ class FastForward:
             reader(start, self.head(hidden_TE[start : start + step], row_adapters))
 
     def _prompt_attention(
-        self, members: list[int], rope: RotaryTables, store_kv: StoreKeyValues | None
+        self, members: list[Prompt], rope: RotaryTables, store_kv: StoreKeyValues | None
     ) -> Attend:
         """Return the causal attention function of a prefill batch, which stores keys and values
         with `store_kv`.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rl.sampler.decode_state import DecodeState, PromptBatch
+from rl.sampler.decode_state import DecodeState, Prompt
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.forward_hf import HFForward
 from rl.types import PlacedImage
@@ -42,34 +42,33 @@ class HFState(DecodeState):
         super().__init__(decoder)
         self.prompts: list[Any] = []
 
-    def _prefill(self, batch: PromptBatch) -> Tensor:
-        prompts, placed, lengths = batch.prompts, batch.placed_images, batch.lengths
+    def _prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         last: list[Tensor] = [torch.empty(0)] * len(prompts)
         cached: list[Any] = [None] * len(prompts)
-        reads_all = any(reader is not None for reader in batch.readers)
-        max_tokens = self.decoder.max_batch_tokens(reads_all)
-        for members in self._batch_prompts(lengths, placed, max_tokens):
-            last_only = all(batch.readers[i] is None for i in members)
+        max_tokens = self.decoder.max_batch_tokens(any(prompt.reader for prompt in prompts))
+        for indices in self._batch_prompts(prompts, max_tokens):
+            members = [prompts[i] for i in indices]
             logits, cache = self._forward_prompts(
-                [prompts[i] for i in members], [placed[i] for i in members], last_only
+                [prompt.tokens for prompt in members],
+                [prompt.images for prompt in members],
+                not any(prompt.reader for prompt in members),
             )
-            for row, i in enumerate(members):
+            for row, (i, prompt) in enumerate(zip(indices, members, strict=True)):
+                length = len(prompt.tokens)
                 last[i] = logits[row, -1].float()
-                cached[i] = self._read_prompt(cache, row, prompts[i])
-                if batch.experts is not None and self.decoder.experts is not None:
-                    batch.experts[i] = self.decoder.experts[row, -lengths[i] :]
-                if (reader := batch.readers[i]) is not None:
-                    reader(0, logits[row, -lengths[i] :])
+                cached[i] = self._read_prompt(cache, row, prompt.tokens)
+                if self.records_experts and self.decoder.experts is not None:
+                    prompt.experts = self.decoder.experts[row, -length:]
+                if prompt.reader is not None:
+                    prompt.reader(0, logits[row, -length:])
         self.prompts += cached
         return torch.stack(last)
 
-    def _batch_prompts(
-        self, lengths: Sequence[int], images: Images, max_tokens: int
-    ) -> list[list[int]]:
+    def _batch_prompts(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
         """Return batches of indices of prompts that share a forward, of at most `max_tokens` tokens
         if it is several.
         """
-        return self.decoder.batch_by_length(lengths, max_tokens)
+        return self.decoder.batch_by_length([len(prompt.tokens) for prompt in prompts], max_tokens)
 
     def _new_cache(self) -> Any:
         """Return an empty cache for a forward."""
@@ -212,10 +211,9 @@ class PaddedState(RecurrentState):
     batch, with their images.
     """
 
-    def _batch_prompts(
-        self, lengths: Sequence[int], images: Images, max_tokens: int
-    ) -> list[list[int]]:
-        return batch_prompts(lengths, max_tokens, [bool(placed) for placed in images])
+    def _batch_prompts(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        return batch_prompts(lengths, max_tokens, [bool(prompt.images) for prompt in prompts])
 
     def _caches_keys(self) -> bool:
         return True

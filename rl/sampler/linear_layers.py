@@ -221,19 +221,13 @@ def _lora_vectors(ids: Tensor, adapter: tuple[Tensor, Tensor, float]) -> Tensor:
     return F.linear(F.embedding(ids, a_RV.T), b_ER) * scale
 
 
-def group_rows_by_adapter(
-    adapters: Sequence[int], prompts: Iterable[int], device: torch.device
-) -> RowAdapters | None:
-    """Group rows by adapter. `adapters`: the adapter's number for each prompt; empty if the decoder
-    does not mix adapters, and the result is None. `prompts`: the prompt of each row.
-    """
-    if not adapters:
-        return None
+def group_rows_by_adapter(adapters: Sequence[int], device: torch.device) -> RowAdapters:
+    """Group rows by adapter. `adapters`: the number of each row's."""
     rows_of: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        rows_of.setdefault(adapters[prompt], []).append(row)
+    for row, adapter in enumerate(adapters):
+        rows_of.setdefault(adapter, []).append(row)
     if len(rows_of) == 1:
-        return [(next(iter(rows_of)), None)]
+        return [(adapters[0], None)]
     return [(number, torch.tensor(rows, device=device)) for number, rows in rows_of.items()]
 
 

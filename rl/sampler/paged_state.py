@@ -23,7 +23,7 @@ from rl.sampler.block_manager import (
     RowBlockTable,
     make_block_tables,
 )
-from rl.sampler.decode_state import BatchSize, PromptBatch, pad_right, send_to_device
+from rl.sampler.decode_state import BatchSize, Prompt, pad_right, send_to_device
 from rl.sampler.fast_state import FastState, StoreSuffixes
 from rl.sampler.forward_fast import Attend, FastForward, StoreKeyValues
 from rl.sampler.prefix_attention import SuffixBatch
@@ -69,56 +69,54 @@ class PagedState(FastState):
         pool = self.block_manager.pool
         return (len(pool.ref_counts) - pool.num_free) * self.block_size
 
-    def _prefill(self, batch: PromptBatch) -> Tensor:
-        tables = [PromptBlockTable(length) for length in batch.lengths]
-        self.block_manager.prompts += tables
-        return self._fill(batch, tables)
+    def _prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        for prompt in prompts:
+            prompt.target = PromptBlockTable(len(prompt.tokens))
+            self.block_manager.prompts.append(prompt.target)
+        return self._fill(prompts)
 
-    def _store_prompts(
-        self, lengths: Sequence[int], targets: Sequence[BlockTable]
-    ) -> StoreKeyValues:
+    def _store_prompts(self) -> StoreKeyValues:
         slots: dict[int, Tensor] = {}  # by the first prompt of a batch, equal in all layers
 
-        def store(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
-            if members[0] not in slots:
-                slots[members[0]] = self._locate_slots(
-                    [lengths[i] for i in members], [targets[i].block_table for i in members]
-                )
-            append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], slots[members[0]])
+        def store(layer: int, members: list[Prompt], k: Tensor, v: Tensor) -> None:
+            first = id(members[0])
+            if first not in slots:
+                slots[first] = self._locate_slots(members)
+            append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], slots[first])
 
         return store
 
     def _count_cached(self, hashes: Hashes) -> int:
         return self.block_manager.count_cached(hashes)
 
-    def _start_prompt(
-        self, target: BlockTable, length: int, hashes: Hashes
-    ) -> tuple[int, np.ndarray | None]:
-        allocation = self.block_manager.allocate_table(length, hashes)
-        target.block_table = allocation.block_table
+    def _start_prompt(self, prompt: Prompt, hashes: Hashes) -> None:
+        allocation = self.block_manager.allocate_table(len(prompt.tokens), hashes)
+        prompt.target.block_table = allocation.block_table
+        prompt.reused, prompt.experts = allocation.positions, allocation.experts
         self._copies.append(allocation.copy)
-        return allocation.positions, allocation.experts
 
     def _copy_prefixes(self) -> None:
         self.copy_blocks(self._copies)
         self._copies = []
 
-    def _register(self, target: BlockTable, hashes: Hashes, experts: np.ndarray | None) -> None:
-        self.block_manager.register(target.block_table, hashes, experts)
+    def _register(self, prompt: Prompt) -> None:
+        self.block_manager.register(prompt.target.block_table, prompt.hashes, prompt.experts)
 
     def cache_row(self, row: int, hashes: Hashes) -> None:
-        self._register(self.block_manager.rows[row], hashes, self.experts_of_row(row))
+        table = self.block_manager.rows[row].block_table
+        self.block_manager.register(table, hashes, self.experts_of_row(row))
 
     def forget_prefixes(self) -> None:
         self.block_manager.pool.forget_all()
 
-    def _locate_slots(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> Tensor:
+    def _locate_slots(self, prompts: list[Prompt]) -> Tensor:
         """Return the places of the prompts' positions in the cache, as `append_to_cache` takes
         them, on the device: [prompts, longest].
         """
+        lengths = [len(prompt.tokens) for prompt in prompts]
         slots = np.full((len(lengths), max(lengths)), -1, np.int64)
-        for i, (length, table) in enumerate(zip(lengths, tables, strict=True)):
-            pages = np.array(table, np.int64)[:, None] * self.block_size
+        for i, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+            pages = np.array(prompt.target.block_table, np.int64)[:, None] * self.block_size
             slots[i, :length] = (pages + np.arange(self.block_size)).flatten()[:length]
         return send_to_device(torch.from_numpy(slots), self.decoder.device)
 
@@ -172,16 +170,12 @@ class PagedState(FastState):
         manager = self.block_manager
         if slot == len(manager.prompts):
             manager.prompts.append(PromptBlockTable(prompt_length))
-            adapter_ids = [adapter_id or 0] if self.decoder.multi_adapter else []
-            prompt_experts = [] if experts is None else [experts[:prompt_length]]
-            self._append_prompts([prompt_length], adapter_ids, prompt_experts)
+            prompt = Prompt(fed[:prompt_length], adapter_id=adapter_id or 0)
+            prompt.experts = None if experts is None else experts[:prompt_length]
+            self._append_prompts([prompt])
         row = manager.add_resumed_row(slot, len(fed))
-        batch = PromptBatch(
-            [fed], [None], adapter_ids=self.prompt_adapters[slot : slot + 1], hashes=[hashes]
-        )
-        if self.records_experts:
-            batch.experts = {}
-        self._fill(batch, [row])
+        adapter = self.prompt_adapters[slot]
+        self._fill([Prompt(fed, adapter_id=adapter, hashes=hashes, target=row)])
         super().add_rows(np.array([slot]))
         self.response_lengths[-1] = len(fed) - prompt_length
         if experts is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rl.errors import ContextLengthError
 from rl.sampler.block_manager import BlockManager, choose_pool_size, max_blocks
-from rl.sampler.decode_state import BatchSize, PromptBatch, compact_slots
+from rl.sampler.decode_state import BatchSize, Prompt, compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.kv_cache_pool import IdleKVCachePool, KVCachePool
@@ -196,22 +196,22 @@ class Scheduler:
             else None
             for group in groups
         ]
-        images = [group.request.images for group in groups]
-        mixes = self.decoder.multi_adapter
-        batch = PromptBatch(
-            [group.key[0] for group in groups],
-            [reader.add_logits if reader else None for reader in readers],
-            images if any(images) else (),
-            [group.request.adapter_id or 0 for group in groups] if mixes else (),
-            hashes=[group.hashes for group in groups],
-        )
-        logits_PV = self._state.prefill(batch)
-        reused = batch.reused or [0] * len(groups)
-        for group, reader, logits_V, count in zip(groups, readers, logits_PV, reused, strict=True):
+        prompts = [
+            Prompt(
+                group.key[0],
+                reader.add_logits if reader else None,
+                group.request.images,
+                group.request.adapter_id or 0,
+                group.hashes,
+            )
+            for group, reader in zip(groups, readers, strict=True)
+        ]
+        results = zip(groups, readers, prompts, self._state.prefill(prompts), strict=True)
+        for group, reader, prompt, logits_V in results:
             self._prompts.append(CachedPrompt(group.key, logits_V, reader))
-            group.cached_tokens = count
-            self.counters.prefix_cached_tokens += count
-            self.counters.prefill_tokens += len(group.key[0]) - count
+            group.cached_tokens = prompt.reused
+            self.counters.prefix_cached_tokens += prompt.reused
+            self.counters.prefill_tokens += len(prompt.tokens) - prompt.reused
         self.counters.prefill_prompts += len(groups)
 
     def _add_rows(self, entering: list[tuple[int, SequenceGroup, int]]) -> Tensor:

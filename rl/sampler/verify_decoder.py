@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rl.errors import UserError, warn_on_rank_zero
 from rl.layers import describe_layers, replay_experts, truncate_layers_, unwrap_model
-from rl.sampler.decode_state import BatchSize, PromptBatch, compact_slots
+from rl.sampler.decode_state import BatchSize, Prompt, compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
@@ -382,11 +382,10 @@ def _decode_rows(
                 logits[i].append(row.float().clone())
         if entering := [i for i, (start, _, _) in enumerate(rows) if start == step]:
             slots = np.arange(len(state.prompt_lengths), len(state.prompt_lengths) + len(entering))
-            prompts = [rows[i][1] for i in entering]
             longest_prompt = max(len(prompt) for _, prompt, _ in rows)
             longest_response = max(len(response) for _, _, response in rows)
             state.reserve(BatchSize(len(rows), longest_prompt, len(rows), longest_response))
-            last = state.prefill(PromptBatch(prompts, [None] * len(prompts)))
+            last = state.prefill([Prompt(rows[i][1]) for i in entering])
             for i, first in zip(entering, last, strict=True):
                 logits[i].append(first.float().clone())
             state.add_rows(slots)

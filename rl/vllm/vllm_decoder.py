@@ -100,7 +100,7 @@ class VllmDecoder(Decoder):
         """Refuse: the server decodes."""
         raise NotImplementedError("vLLM decodes on its server")
 
-    def read_prompts(self, batch: object) -> None:
+    def read_prompts(self, prompts: object) -> None:
         """Refuse: a server returns no logits."""
         raise NotImplementedError("vLLM returns no logits: use ServerPool.score")
 
