@@ -259,21 +259,20 @@ class FastForward:
         """
         ops, eps = ops or make_ops(None, self.cpu_kernels), self.architecture.eps
         last_layer = self.layers[-1] if choices is None else None
+        last = None if last_B is None else (torch.arange(len(ids), device=ids.device), last_B)
         x, part = self.embed_tokens(ids, row_adapters), None
         for i, layer in enumerate(self.layers):
             x, normed = ops.add_and_norm(part, x, layer.norm_in, eps)
             attended = attend(i, self.project_qkv(layer, normed, row_adapters))
-            if last_B is not None and layer is last_layer:
-                rows = torch.arange(len(ids), device=ids.device)
-                attended, x = attended[rows, last_B], x[rows, last_B]
+            if last is not None and layer is last_layer:
+                attended, x = attended[last], x[last]
             part = self._finish_part(layer.out(attended, row_adapters), layer.norm_attention_out)
             x, normed = ops.add_and_norm(part, x, layer.norm_mlp, eps)
             part = self._apply_mlp(layer, normed, ops, row_adapters, choices)
             part = self._finish_part(part, layer.norm_mlp_out)
-        if last_B is not None and last_layer is None:
+        if last is not None and last_layer is None:
             assert part is not None
-            rows = torch.arange(len(ids), device=ids.device)
-            part, x = part[rows, last_B], x[rows, last_B]
+            part, x = part[last], x[last]
         return self._scale(
             ops.add_and_norm(part, x, self.norm_E, eps)[1], self.architecture.logit_scale
         )

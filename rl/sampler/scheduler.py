@@ -283,9 +283,7 @@ class Scheduler:
         count = min(group.request.num_samples - group.num_admitted, self.max_rows - size.rows)
         least = int(size.rows == 0 and size.prompts <= 1)  # `add` checked that a single row fits
         tables = self._blocks
-        if tables is None:  # the cost grows with the rows; mostly all samples fit
-            if self._state.cost(size._replace(rows=size.rows + count)) <= self.kv_cache_tokens:
-                return max(count, least)
+        if tables is None:  # the cost grows with the rows
             fitting = bisect.bisect_right(
                 range(1, count + 1),
                 self.kv_cache_tokens,
@@ -388,10 +386,8 @@ class Scheduler:
                     f"a row needs more than {len(tables.pool.ref_counts)} blocks of the cache: "
                     "`add` should have rejected it"
                 )
-            ages = zip(
-                self._rows["request_id"].tolist(), self._rows["sample"].tolist(), strict=True
-            )
-            self._preempt(max(zip(ages, rows.tolist(), strict=True))[1])
+            newest = np.lexsort((self._rows["sample"], self._rows["request_id"]))[-1]
+            self._preempt(int(newest))
 
     def _preempt(self, row: int) -> None:
         """Preempt a row."""
