@@ -77,13 +77,15 @@ class BatchSize(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Prompt:
-    """Hold a prompt to read.
+    """Hold a prompt to read, and what is known of it while it is in a batch.
 
     `reader` receives the logits of all positions in slices. `images`: see `Decoder.check_images`.
     `adapter_id`: of its model, if the decoder mixes. `hashes`: of its chunks, if cached prefixes
-    may be reused. The prefill sets the others: `target`, the slot or the block table that holds its
-    keys and values; `reused`, the number of tokens that were not computed; and the `experts` of all
-    tokens, int16 [tokens, B * K], if recorded.
+    may be reused. `key`: requests with this key share the prompt.
+
+    The prefill sets the others. `target`: what the state holds of it, such as its slot or its block
+    table. `reused`: number of tokens that were not computed. `experts`: of all tokens, int16
+    [tokens, B * K], if recorded. `logits_V`: after the last token, set by the engine.
     """
 
     tokens: Sequence[int]
@@ -91,9 +93,11 @@ class Prompt:
     images: Sequence[PlacedImage] = ()
     adapter_id: int = 0
     hashes: Hashes = ()
+    key: tuple = ()
     target: Any = None
     reused: int = 0
     experts: np.ndarray | None = None
+    logits_V: Tensor | None = None
 
 
 def store_experts(prompts: Sequence[Prompt], chosen: np.ndarray | None) -> None:
@@ -121,18 +125,15 @@ class DecodeState(abc.ABC):
 
     def __init__(self, decoder: Any) -> None:
         self.decoder = decoder
+        self.prompts: list[Prompt] = []  # by slot
         self.prompt_lengths = np.zeros(0, np.int64)
         self.prompt_of_row = np.zeros(0, np.int64)
         # tokens fed so far: 1 less than the sampled tokens
         self.response_lengths = np.zeros(0, np.int64)
-        # the model of each prompt and its rows, if the decoder mixes
-        self.prompt_adapters: list[int] = []
         self.records_experts = False  # set by the engine before the first prompt
         # first chunks of the prompts to come, set by the engine; None: unknown
         self.waiting_prefixes: Collection[bytes] | None = None
-        # Recorded experts, if recording is on: [tokens, B * K] of each prompt,
-        self._prompt_experts: list[np.ndarray] = []
-        # and [B * K] of each response token of each row.
+        # recorded experts [B * K] of each response token of each row
         self._row_experts: list[list[np.ndarray]] = []
 
     def cost(self, size: BatchSize) -> int:
@@ -168,8 +169,7 @@ class DecodeState(abc.ABC):
         """Append slots of prompts."""
         lengths = np.array([len(prompt.tokens) for prompt in prompts], np.int64)
         self.prompt_lengths = np.concatenate([self.prompt_lengths, lengths])
-        self.prompt_adapters += [prompt.adapter_id for prompt in prompts]
-        self._prompt_experts += [prompt.experts for prompt in prompts if prompt.experts is not None]
+        self.prompts += prompts
 
     def add_rows(self, prompt_of_row: np.ndarray) -> None:
         """Add rows after the present rows, each with an empty response to the prompt in the
@@ -191,9 +191,9 @@ class DecodeState(abc.ABC):
 
         Returns None if experts are not recorded.
         """
-        if not self._prompt_experts:
+        prompt = self.prompts[self.prompt_of_row[row]].experts
+        if prompt is None:
             return None
-        prompt = self._prompt_experts[self.prompt_of_row[row]]
         return np.concatenate([prompt, *(step[None] for step in self._row_experts[row])])
 
     def record_experts(
@@ -225,13 +225,11 @@ class DecodeState(abc.ABC):
         self._move_prompts(prompt_source)
         new_slot = np.full(len(self.prompt_lengths), -1, np.int64)
         new_slot[prompt_source] = np.arange(len(prompt_source))
+        self.prompts = [self.prompts[slot] for slot in prompt_source]
         self.prompt_lengths = self.prompt_lengths[prompt_source]
         self.prompt_of_row = new_slot[self.prompt_of_row[row_source]]
         self.response_lengths = self.response_lengths[row_source]
-        self.prompt_adapters = [self.prompt_adapters[slot] for slot in prompt_source]
         self._row_experts = [self._row_experts[row] for row in row_source]
-        if self._prompt_experts:
-            self._prompt_experts = [self._prompt_experts[slot] for slot in prompt_source]
         self._rows_changed()
 
     def _rows_changed(self) -> None:  # noqa: B027
@@ -240,5 +238,5 @@ class DecodeState(abc.ABC):
     @abc.abstractmethod
     def _move_rows(self, source: np.ndarray) -> None: ...
 
-    @abc.abstractmethod
-    def _move_prompts(self, source: np.ndarray) -> None: ...
+    def _move_prompts(self, source: np.ndarray) -> None:  # noqa: B027
+        """Move what is held of prompts beside `prompts`. Called before these move."""

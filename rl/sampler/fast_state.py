@@ -50,7 +50,7 @@ class FastState(DecodeState):
         row_adapters = self._row_adapters
         if decoder.multi_adapter and (row_adapters is None or rows is not None):
             slots = self.prompt_of_row if rows is None else self.prompt_of_row[rows]
-            row_adapters = decoder.group_rows([self.prompt_adapters[slot] for slot in slots])
+            row_adapters = decoder.group_rows([self.prompts[slot].adapter_id for slot in slots])
         if rows is None:
             self._row_adapters = row_adapters
         choices: list[Tensor] | None = [] if self.records_experts else None

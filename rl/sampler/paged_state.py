@@ -157,29 +157,26 @@ class PagedState(FastState):
         self,
         slot: int,
         fed: Sequence[int],
-        prompt_length: int,
-        adapter_id: int | None = None,
+        prompt: Prompt,
         experts: np.ndarray | None = None,
         hashes: Hashes = (),
     ) -> None:
         """Resume a preempted row: prefill prompt and response so far (all fed tokens) into blocks
-        of the row. `slot`: that of its prompt. If it is the first free slot, the prompt is added
+        of the row. `slot`: that of its prompt. If it is the first free slot, `prompt` is added
         there, without blocks. `experts`: those with which the tokens were sampled. `hashes`: of the
         tokens' chunks.
         """
         manager = self.block_manager
-        if slot == len(manager.prompts):
-            manager.prompts.append(PromptBlockTable(prompt_length))
-            prompt = Prompt(fed[:prompt_length], adapter_id=adapter_id or 0)
-            prompt.experts = None if experts is None else experts[:prompt_length]
+        if slot == len(self.prompts):
+            prompt.target = PromptBlockTable(len(prompt.tokens))
+            manager.prompts.append(prompt.target)
             self._append_prompts([prompt])
         row = manager.add_resumed_row(slot, len(fed))
-        adapter = self.prompt_adapters[slot]
-        self._fill([Prompt(fed, adapter_id=adapter, hashes=hashes, target=row)])
+        self._fill([Prompt(fed, adapter_id=prompt.adapter_id, hashes=hashes, target=row)])
         super().add_rows(np.array([slot]))
-        self.response_lengths[-1] = len(fed) - prompt_length
+        self.response_lengths[-1] = len(fed) - len(prompt.tokens)
         if experts is not None:
-            self._row_experts[-1] = list(experts[prompt_length:])
+            self._row_experts[-1] = list(experts[len(prompt.tokens) :])
 
     def _make_attention(self, positions: np.ndarray, rows: np.ndarray | None = None) -> Attend:
         decoder, device, manager = self.decoder, self.decoder.device, self.block_manager

@@ -44,7 +44,7 @@ class PromptLogprobs:
         self.targets = targets
         self.target_logprobs = None if targets is None else np.zeros(targets.shape, np.float32)
 
-    def add_logits(self, first_position: int, logits_TV: Tensor) -> None:
+    def __call__(self, first_position: int, logits_TV: Tensor) -> None:
         """Process the logits of positions first_position, first_position + 1, ...
 
         The prompt's last position predicts none of its tokens.
@@ -102,7 +102,7 @@ def score_sequences(
         # frequencies may depend on the length.
         decoder.read_prompts(
             [
-                Prompt(reader.prompt[:-1] or reader.prompt, reader.add_logits, placed)
+                Prompt(reader.prompt[:-1] or reader.prompt, reader, placed)
                 for reader, placed in zip(readers, placed_images, strict=True)
             ]
         )

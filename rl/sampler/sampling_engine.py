@@ -495,7 +495,7 @@ class Engine(Scheduler):
         self.decoder = self._state.decoder = decoder
         self.version = version
         # The cached logits are of the old weights: no new row may start from them.
-        prompts = (*self._prompts, *(row.prompt for row in self._preempted))
+        prompts = (*self._state.prompts, *(row.prompt for row in self._preempted))
         for number, prompt in enumerate({id(prompt): prompt for prompt in prompts}.values()):
             prompt.key = ("of other weights", number, prompt.key)
         self._retain(np.arange(len(self._rows)))

@@ -31,13 +31,12 @@ from rl.sampler.kv_cache_pool import IdleKVCachePool, KVCachePool
 from rl.sampler.length_estimator import LengthEstimator
 from rl.sampler.paged_state import PagedState
 from rl.sampler.prefix_cache import hash_chunks
-from rl.sampler.prompt_logprobs import PromptLogprobs
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import (
-    CachedPrompt,
     EngineCounters,
     SamplingRequest,
     SequenceGroup,
+    make_prompt_reader,
 )
 
 
@@ -46,7 +45,7 @@ class _PreemptedRow:
     """Hold a preempted row: its fields (a single row), its prompt, all fed tokens."""
 
     fields: dict[str, np.ndarray]
-    prompt: CachedPrompt
+    prompt: Prompt
     fed_tokens: list[int]
     experts: np.ndarray | None  # of the fed tokens, if recorded
 
@@ -99,7 +98,6 @@ class Scheduler:
         self._running: dict[int, SequenceGroup] = {}  # running or preempted, by id
         self._preempted: list[_PreemptedRow] = []  # oldest first
         self._rows = RunningRows()
-        self._prompts: list[CachedPrompt] = []  # by slot of the state
         self._lengths = LengthEstimator()
         self.enable_prefix_caching = enable_prefix_caching
         self._runs_to_end = False  # `run` is active: nothing happens between two steps
@@ -178,7 +176,7 @@ class Scheduler:
         self.counters.peak_cache_tokens = max(
             self.counters.peak_cache_tokens, self._state.used_tokens(size)
         )
-        slots = {prompt.key: slot for slot, prompt in enumerate(self._prompts)}
+        slots = {prompt.key: slot for slot, prompt in enumerate(self._state.prompts)}
         rows = [(slots[group.key], group, count) for group, count in entering]
         return [self._add_rows(sorted(rows, key=lambda row: row[0]))]
 
@@ -186,30 +184,20 @@ class Scheduler:
         """Prefill the prompts of these groups, one prompt per group."""
         if not groups:
             return
-        readers = [
-            PromptLogprobs(
-                group.request.scored_tokens(),
-                topk=group.request.topk_prompt_logprobs,
-                targets=group.request.target_prompt_tokens,
-            )
-            if group.request.scores_prompt
-            else None
-            for group in groups
-        ]
         prompts = [
             Prompt(
                 group.key[0],
-                reader.add_logits if reader else None,
+                make_prompt_reader(group.request),
                 group.request.images,
                 group.request.adapter_id or 0,
                 group.hashes,
+                group.key,
             )
-            for group, reader in zip(groups, readers, strict=True)
+            for group in groups
         ]
-        results = zip(groups, readers, prompts, self._state.prefill(prompts), strict=True)
-        for group, reader, prompt, logits_V in results:
-            self._prompts.append(CachedPrompt(group.key, logits_V, reader))
-            group.cached_tokens = prompt.reused
+        logits_PV = self._state.prefill(prompts)
+        for group, prompt, logits_V in zip(groups, prompts, logits_PV, strict=True):
+            prompt.logits_V, group.cached_tokens = logits_V, prompt.reused
             self.counters.prefix_cached_tokens += prompt.reused
             self.counters.prefill_tokens += len(prompt.tokens) - prompt.reused
         self.counters.prefill_prompts += len(groups)
@@ -226,11 +214,11 @@ class Scheduler:
                 self._rows.resume(first, group.request.resume_from)
             first += count
             self._running[group.request_id] = group
-            group.reader = self._prompts[slot].reader
+            group.reader = self._state.prompts[slot].reader
             group.num_admitted += count
         slots = np.repeat([slot for slot, _, _ in entering], counts)
         self._state.add_rows(slots)
-        return torch.stack([self._prompts[slot].logits_V for slot in slots])
+        return torch.stack([self._state.prompts[slot].logits_V for slot in slots])
 
     def _select_waiting(
         self,
@@ -239,7 +227,7 @@ class Scheduler:
         them. Return the requests with their numbers of samples, the requests whose prompts are to
         be prefilled, and the size of the batch with them.
         """
-        keys, size = {prompt.key for prompt in self._prompts}, self._running_size()
+        keys, size = {prompt.key for prompt in self._state.prompts}, self._running_size()
         entering, prefills = list[tuple[SequenceGroup, int]](), list[SequenceGroup]()
         while self._waiting:
             group = self._waiting[0]
@@ -267,7 +255,7 @@ class Scheduler:
     def _running_size(self) -> BatchSize:
         """Return the size of the running batch."""
         return BatchSize(
-            len(self._prompts),
+            len(self._state.prompts),
             int(self._state.prompt_lengths.max(initial=0)),
             len(self._rows),
             int(self._rows["max_tokens"].max(initial=1)) - 1,
@@ -290,7 +278,7 @@ class Scheduler:
                 key=lambda more: self._state.cost(size._replace(rows=size.rows + more)),
             )
             return max(fitting, least)
-        planned, reads = size.rows - len(self._rows), size.prompts - len(self._prompts)
+        planned, reads = size.rows - len(self._rows), size.prompts - len(self._state.prompts)
         prompt_blocks = reads * tables.num_blocks_for(size.longest_prompt)
         room = tables.pool.num_free - prompt_blocks - planned - tables.blocks_needed()
         count = min(count, room)
@@ -318,7 +306,9 @@ class Scheduler:
 
     def _find_slot(self, key: tuple) -> int | None:
         """Return the slot of the prompt with this key, or None."""
-        return next((slot for slot, prompt in enumerate(self._prompts) if prompt.key == key), None)
+        return next(
+            (slot for slot, prompt in enumerate(self._state.prompts) if prompt.key == key), None
+        )
 
     # ------------------------------------------------------------------------------ prefix caching
 
@@ -343,7 +333,7 @@ class Scheduler:
 
     def _cache_row(self, row: int, group: SequenceGroup, fed_tokens: Sequence[int]) -> None:
         """Keep the keys and values of a row that is about to be removed."""
-        if self._prompts[int(self._state.prompt_of_row[row])].key[0] == "of other weights":
+        if self._state.prompts[int(self._state.prompt_of_row[row])].key[0] == "of other weights":
             return  # the weights changed during sampling: the cached keys are of the old weights
         self._state.cache_row(row, self._hash_tokens(fed_tokens, group.request))
 
@@ -361,14 +351,13 @@ class Scheduler:
         """Keep only these rows, the prompts that they read, and the prompt of `kept_key`. A dropped
         prompt is prefilled again when needed.
         """
-        used = np.array([prompt.key == kept_key for prompt in self._prompts], np.bool_)
+        used = np.array([prompt.key == kept_key for prompt in self._state.prompts], np.bool_)
         used[self._state.prompt_of_row[row_source]] = True
         if self._runs_to_end and self._blocks is None:  # the paged cache keeps what has room
             self._state.waiting_prefixes = {g.hashes[0] for g in self._waiting if g.hashes}
         else:
             self._state.waiting_prefixes = None
         prompt_source = compact_slots(used)
-        self._prompts = [self._prompts[slot] for slot in prompt_source]
         self._state.retain(row_source, prompt_source)
 
     def _preempt_newest(self) -> None:
@@ -397,7 +386,7 @@ class Scheduler:
         self._cache_row(row, group, fed_tokens)
         preempted = _PreemptedRow(
             self._rows.select(np.array([row])),
-            self._prompts[int(self._state.prompt_of_row[row])],
+            self._state.prompts[int(self._state.prompt_of_row[row])],
             fed_tokens,
             self._state.experts_of_row(row),
         )
@@ -426,11 +415,7 @@ class Scheduler:
             group = self._running[first.age[0]]
             slot = self._find_slot(first.prompt.key)
             if slot is None:
-                slot = len(self._prompts)
-                self._prompts.append(first.prompt)
+                slot = len(self._state.prompts)
             hashes = self._hash_tokens(first.fed_tokens, group.request)
-            length, adapter_id = len(group.key[0]), group.request.adapter_id
-            self._state.resume_row(
-                slot, first.fed_tokens, length, adapter_id, first.experts, hashes
-            )
+            self._state.resume_row(slot, first.fed_tokens, first.prompt, first.experts, hashes)
             self._rows.restore(first.fields)
