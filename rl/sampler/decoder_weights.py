@@ -147,7 +147,7 @@ def unwrap_lora_layer(module: nn.Module) -> UnwrappedLayer:
 
     Raises `UnsupportedModel` for everything else.
     """
-    if type(module) in (nn.Linear, nn.Embedding) or _is_scaled_embedding(module):
+    if _is_plain(module):
         return UnwrappedLayer(module)
     if not type(module).__module__.startswith("peft."):
         raise UnsupportedModel(f"a layer of type {type(module).__name__}")
@@ -157,8 +157,7 @@ def unwrap_lora_layer(module: nn.Module) -> UnwrappedLayer:
         raise UnsupportedModel(f"a PEFT layer of type {type(module).__name__}")
     base, active = module.get_base_layer(), list(module.active_adapters)
     adapters = [name for name in active if name in module.scaling]
-    plain = type(base) in (nn.Linear, nn.Embedding) or _is_scaled_embedding(base)
-    if not plain or module.merged or len(adapters) > 1:
+    if not _is_plain(base) or module.merged or len(adapters) > 1:
         raise UnsupportedModel(
             f"an adapter that is merged, or several active adapters ({active}), or an adapter "
             f"around a {type(base).__name__}"
@@ -176,9 +175,13 @@ def unwrap_lora_layer(module: nn.Module) -> UnwrappedLayer:
     return UnwrappedLayer(base, a, b, module.scaling[name])
 
 
-def _is_scaled_embedding(module: nn.Module) -> bool:
-    """Return whether a module is an embedding that multiplies its vectors by `embed_scale`."""
-    return isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module is a plain linear layer or embedding, or an embedding that multiplies
+    its vectors by `embed_scale`.
+    """
+    return type(module) in (nn.Linear, nn.Embedding) or (
+        isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+    )
 
 
 class UnsupportedModel(Exception):
