@@ -523,8 +523,8 @@ class Engine(Scheduler):
         """
         partial: dict[int, dict[int, SampledSequence]] = {}
         running = len(self._rows)
-        for row in self._preempted:
-            self._rows.restore(row.fields)
+        for preempted in self._preempted:
+            self._rows.restore(preempted.fields)
         rows = np.flatnonzero(
             np.isin(
                 self._rows["request_id"],
