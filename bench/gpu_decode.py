@@ -62,8 +62,8 @@ def step_floor(decoder: Any, state: Any) -> float:
     """
     a, buffers = decoder.architecture, decoder.weights.buffers
     weights = sum(b.numel() * b.element_size() for b in buffers.values())
-    embedding = buffers[a.embed]
-    if a.head.weight != a.embed:  # untied: a step reads one row of it for each row it decodes
+    embedding = buffers["embed"]
+    if "head.weight" in buffers:  # untied: a step reads one row of it for each row it decodes
         weights -= embedding.numel() * embedding.element_size()
     per_token = 2 * embedding.element_size() * len(decoder.layers) * a.key_heads * a.head_width
     cached = per_token * int(state.prompt_lengths.sum() + state.response_lengths.sum())

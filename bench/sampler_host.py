@@ -42,7 +42,7 @@ from rl.sampler import (  # noqa: E402
     paged_state,
 )
 from rl.sampler.cuda_graphs import CUDAGraphRunner, _record_tokens  # noqa: E402
-from rl.sampler.decode_state import PromptBatch  # noqa: E402
+from rl.sampler.decode_state import Prompt  # noqa: E402
 from rl.sampler.decoder import batch_prompts  # noqa: E402
 from rl.sampler.forward_fast import _PREFILL_TOKENS  # noqa: E402
 from rl.sampler.kv_cache_pool import KVCachePool  # noqa: E402
@@ -82,7 +82,6 @@ def count_prefill_launches() -> tuple[int, int]:
     of fake tensors; the kernels of a GPU stand still.
     """
     lengths = np.sort(np.random.default_rng(0).integers(60, 501, 64)).tolist()
-    prompts, readers = [[1] * length for length in lengths], [None] * len(lengths)
     counts = []
     for cached in (True, False):
         with pytest.MonkeyPatch.context() as patch:
@@ -91,12 +90,13 @@ def count_prefill_launches() -> tuple[int, int]:
             model = tiny_model("llama", num_hidden_layers=LAYERS, max_position_embeddings=512)
             decoder = make_decoder(model, dtype=torch.bfloat16, kind="fast")
             state = PagedState(decoder, KVCachePool(decoder, 256, 256).kv)
+            prompts = [Prompt([1] * length) for length in lengths]
             with torch.inference_mode(), recorder:
                 if cached:
-                    state.prefill(PromptBatch(prompts, readers))
+                    state.prefill(prompts)
                 else:
                     logits = torch.empty(64, decoder.vocab_size)
-                    decoder.forward_prompts(PromptBatch(prompts, readers), range(64), None, logits)
+                    decoder.forward_prompts(prompts, range(64), None, logits)
             counts.append(count_launches(recorder))
     batches = sum(1 for _ in batch_prompts(lengths, _PREFILL_TOKENS))
     return counts[0] - counts[1], LAYERS * batches
@@ -177,9 +177,8 @@ def scripted_device() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_graphs, "decode_step", step)
         patch.setattr(
-            paged_state.PagedState,
-            "_prefill_whole",
-            lambda state, batch, members, tables, logits: logits.zero_(),
+            "rl.sampler.forward_fast.FastForward.forward_prompts",
+            lambda model, prompts, indices, store, logits, records: logits.zero_(),
         )
         patch.setattr(
             "rl.sampler.forward_fast.FastForward.forward",

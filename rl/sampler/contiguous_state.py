@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kernels import UNBOUNDED
 from rl.sampler.cpu_kernels import CpuKernels
-from rl.sampler.decode_state import BatchSize, PromptBatch
+from rl.sampler.decode_state import BatchSize, Prompt
 from rl.sampler.fast_state import FastState, StoreSuffixes
-from rl.sampler.forward_fast import Attend, FastForward
+from rl.sampler.forward_fast import Attend, FastForward, StoreKeyValues
 from rl.sampler.prefix_attention import (
     PromptBand,
     SuffixBatch,
@@ -54,7 +54,6 @@ class ContiguousState(FastState):
         self.joint_kv: list[Tensor] = []
         self._bands: list[PromptBand] | None = None  # rebuilt after rows were added or removed
         self._prefixes = PrefixStore()
-        self._cached_slots: dict[int, CachedSequence] = {}  # prompts of the batch, by slot
         # slots that begin with a prefix of a number of positions, to be copied
         self._copies: dict[tuple[CachedSequence, int], list[int]] = {}
 
@@ -108,37 +107,31 @@ class ContiguousState(FastState):
             self.prompt_kv[layer], self.row_kv[layer] = prompt, row
         self.joint_kv = joint
 
-    def _prefill(self, batch: PromptBatch) -> Tensor:
-        first = len(self.prompt_lengths)
-        return self._fill(batch, range(first, first + len(batch.prompts)))
+    def _prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        for slot, prompt in enumerate(prompts, len(self.prompts)):
+            prompt.target = CachedSequence(prompt.hashes, slot)
+        return self._fill(prompts)
 
-    def _prefill_whole(
-        self,
-        batch: PromptBatch,
-        members: Sequence[int],
-        targets: Sequence[int],
-        logits_PV: Tensor,
-    ) -> None:
-        def keep(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
-            slots = torch.tensor([targets[i] for i in members], device=k.device)
+    def _store_prompts(self) -> StoreKeyValues:
+        def store(layer: int, members: list[Prompt], k: Tensor, v: Tensor) -> None:
+            slots = torch.tensor([prompt.target.slot for prompt in members], device=k.device)
             block = self.prompt_kv[layer]
             block[0, slots, :, : k.shape[2]] = k
             block[1, slots, :, : k.shape[2]] = v
 
-        self.decoder.forward_prompts(batch, members, keep, logits_PV)
+        return store
 
     def _count_cached(self, hashes: Hashes) -> int:
         return self._prefixes.find(hashes)[1]
 
-    def _start_prompt(
-        self, target: int, length: int, hashes: Hashes
-    ) -> tuple[int, np.ndarray | None]:
+    def _start_prompt(self, prompt: Prompt, hashes: Hashes) -> None:
         prefix, count = self._prefixes.find(hashes)
         if prefix is None:
-            return 0, None
-        positions = count * self.chunk_size
-        self._copies.setdefault((prefix, positions), []).append(target)
-        return positions, None if prefix.experts is None else prefix.experts[:positions]
+            return
+        prompt.reused = count * self.chunk_size
+        if prefix.experts is not None:
+            prompt.experts = prefix.experts[: prompt.reused]
+        self._copies.setdefault((prefix, prompt.reused), []).append(prompt.target.slot)
 
     def _copy_prefixes(self) -> None:
         for (prefix, positions), slots in self._copies.items():
@@ -147,10 +140,9 @@ class ContiguousState(FastState):
                 block[:, slots, :, :positions] = source[:, None, :, :positions]
         self._copies = {}
 
-    def _register(self, target: int, hashes: Hashes, experts: np.ndarray | None) -> None:
-        if hashes:
-            self._cached_slots[target] = CachedSequence(hashes, target, experts=experts)
-            self._prefixes.add(self._cached_slots[target])
+    def _register(self, prompt: Prompt) -> None:
+        prompt.target.experts = prompt.experts
+        self._prefixes.add(prompt.target)
 
     def cache_row(self, row: int, hashes: Hashes) -> None:
         prompt = int(self.prompt_of_row[row])
@@ -172,10 +164,11 @@ class ContiguousState(FastState):
 
     def forget_prefixes(self) -> None:
         self._prefixes.clear()
-        self._cached_slots = {}
 
-    def _store_suffixes(self, targets: Sequence[int], batch: SuffixBatch) -> StoreSuffixes:
-        slot_B = torch.tensor(list(targets)).to(self.decoder.device)
+    def _store_suffixes(
+        self, targets: Sequence[CachedSequence], batch: SuffixBatch
+    ) -> StoreSuffixes:
+        slot_B = torch.tensor([target.slot for target in targets]).to(self.decoder.device)
         slot_X, position_X = slot_B[batch.row_index_X], batch.position_X
 
         def store(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -342,20 +335,21 @@ class ContiguousState(FastState):
         self._move_slots(self.row_kv, source, int(self.response_lengths.max(initial=0)))
 
     def _move_prompts(self, source: np.ndarray) -> None:
-        if self._cached_slots:
-            new_slots = {old: new for new, old in enumerate(source.tolist())}
-            for slot in self._cached_slots.keys() - new_slots.keys():
-                self._keep_prompt(self._cached_slots.pop(slot))
-            for prefix in self._cached_slots.values():
-                prefix.slot = new_slots[prefix.slot]
-            self._cached_slots = {prefix.slot: prefix for prefix in self._cached_slots.values()}
+        targets, kept = [prompt.target for prompt in self.prompts], source.tolist()
+        for slot in sorted(set(range(len(targets))) - set(kept)):
+            self._keep_prompt(targets[slot])
+        for slot, old in enumerate(kept):
+            targets[old].slot = slot
         self._move_slots(self.prompt_kv, source, int(self.prompt_lengths.max(initial=0)))
 
     def _keep_prompt(self, prefix: CachedSequence) -> None:
         """Copy a prompt that leaves the batch, if prompts to come may begin with it."""
         length = int(self.prompt_lengths[prefix.slot])
-        is_reusable = self.waiting_prefixes is None or prefix.hashes[0] in self.waiting_prefixes
-        is_reusable = is_reusable and self._prefixes.owns_any(prefix) and self._has_room(length)
+        is_reusable = (
+            self._prefixes.owns_any(prefix)
+            and (self.waiting_prefixes is None or prefix.hashes[0] in self.waiting_prefixes)
+            and self._has_room(length)
+        )
         self._prefixes.remove(prefix)
         if is_reusable:
             kv = torch.stack([block[:, prefix.slot, :, :length] for block in self.prompt_kv])

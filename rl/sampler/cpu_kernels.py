@@ -55,34 +55,27 @@ class CpuKernels:
     """
 
     def __init__(self, path: Path):
-        library = ctypes.CDLL(str(path))
         pointer, number, integer = ctypes.c_void_p, ctypes.c_float, ctypes.c_int64
-        self._rms_norm, self._silu_mul, self._attend, self._sample = (
-            library.rms_norm,
-            library.silu_mul,
-            library.attend,
-            library.draw,
-        )
-        self._rms_norm.argtypes = [pointer, pointer, number, integer, integer, pointer]
-        self._silu_mul.argtypes = [pointer, integer, integer, ctypes.c_int, pointer]
-        self._attend.argtypes = [
-            pointer,
-            pointer,
-            number,
-            *[pointer] * 12,
-            *[integer] * 5,
-            number,
-            ctypes.c_int,
-            pointer,
-        ]
-        self._sample.argtypes = [*[pointer] * 4, integer, integer, ctypes.c_int, pointer, pointer]
-        for function in (self._rms_norm, self._silu_mul, self._attend, self._sample):
-            function.restype = None
+        threads = ctypes.c_int
+        arguments = {
+            "rms_norm": [pointer, pointer, number, integer, integer, pointer],
+            "silu_mul": [pointer, integer, integer, threads, pointer],
+            "attend": [
+                *[pointer] * 2, number, *[pointer] * 12, *[integer] * 5, number, threads, pointer
+            ],
+            "draw": [*[pointer] * 4, integer, integer, threads, pointer, pointer],
+        }  # fmt: skip
+        self._library = ctypes.CDLL(str(path))
+        for name, types in arguments.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = types, None
 
     def rms_norm(self, x_NE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
         """Compute x / sqrt(mean(x^2) + eps) * weight."""
         out = torch.empty_like(x_NE)
-        self._rms_norm(x_NE.data_ptr(), weight_E.data_ptr(), eps, *x_NE.shape, out.data_ptr())
+        self._library.rms_norm(
+            x_NE.data_ptr(), weight_E.data_ptr(), eps, *x_NE.shape, out.data_ptr()
+        )
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -90,7 +83,9 @@ class CpuKernels:
         width = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
         rows = out.numel() // width
-        self._silu_mul(gate_up.data_ptr(), rows, width, torch.get_num_threads(), out.data_ptr())
+        self._library.silu_mul(
+            gate_up.data_ptr(), rows, width, torch.get_num_threads(), out.data_ptr()
+        )
         return out
 
     def sample(
@@ -112,7 +107,7 @@ class CpuKernels:
         pointers = (
             None if tensor is None else tensor.data_ptr() for tensor in (temperature_N, greedy_N)
         )
-        self._sample(
+        self._library.draw(
             logits_NV.data_ptr(),
             *pointers,
             uniform_N.data_ptr(),
@@ -154,7 +149,7 @@ class CpuKernels:
         strides = (ctypes.c_int64 * 4)(
             prompt_kv.stride(1), prompt_kv.stride(2), row_kv.stride(1), row_kv.stride(2)
         )
-        self._attend(
+        self._library.attend(
             qkv_NX.data_ptr(),
             norm_qk.data_ptr() if norm_qk is not None else None,
             eps,

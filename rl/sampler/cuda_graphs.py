@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
@@ -253,12 +253,6 @@ def clear_cublas_workspaces() -> Iterator[None]:
         torch._C._cuda_clearCublasWorkspaces()
 
 
-class CapturedGraph(Protocol):
-    """Describe a captured step."""
-
-    def replay(self) -> None: ...
-
-
 class CUDAGraphRunner:
     """Run steps of `model` over `buffers` and the blocks `kv`.
 
@@ -271,7 +265,7 @@ class CUDAGraphRunner:
         self.buckets = row_buckets(max_rows)
         self.max_blocks = buffers.table.shape[1]
         self.ropes = model.rope_tables(self.max_blocks * kv[0].shape[2])
-        self._graphs: dict[tuple[int, bool], CapturedGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None  # of all captures: they share memory by it
 
@@ -312,7 +306,7 @@ class CUDAGraphRunner:
             else:
                 graph.replay()
 
-    def _get_graph(self, rows: int, shared: bool) -> CapturedGraph:
+    def _get_graph(self, rows: int, shared: bool) -> torch.cuda.CUDAGraph:
         """Return the bucket's graph, after capturing it and all smaller buckets that are missing.
 
         Batches shrink, so smaller buckets follow. The largest is captured first, so that the others
@@ -329,7 +323,7 @@ class CUDAGraphRunner:
                 getattr(self.buffers, name).copy_(before)
         return self._graphs[rows, shared]
 
-    def _capture(self, rows: int, shared: bool) -> CapturedGraph:
+    def _capture(self, rows: int, shared: bool) -> torch.cuda.CUDAGraph:
         """Capture a graph of a single step; this writes to the buffers and to the unused block."""
         b, step_args = (
             self.buffers,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +47,12 @@ def index_in_row(rows: np.ndarray) -> np.ndarray:
     return np.arange(len(rows)) - np.searchsorted(rows, rows)
 
 
+def pad_right(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Return rows of numbers as a tensor [rows, longest], padded with zeros on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+
+
 def send_to_device(host: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to a device.
 
@@ -69,49 +75,42 @@ class BatchSize(NamedTuple):
     longest_response: int = 0
 
 
-@dataclass(slots=True)
-class PromptBatch:
-    """Hold prompts to read.
+@dataclass(eq=False, slots=True)
+class Prompt:
+    """Hold a prompt to read, and what is known of it while it is in a batch.
 
-    If the reader of a prompt is not None, it receives the logits of all positions in slices.
-    `images` holds the images of each prompt, if any prompt has images (see `Decoder.check_images`).
-    `adapter_ids`: the model index of each prompt, if the decoder mixes. `experts` receives the
-    experts of each prompt's tokens, int16 [tokens, B * K], unless it is None. `hashes`: of the
-    chunks of each prompt, if cached prefixes may be reused; `reused` receives the number of such
-    tokens of each prompt, `prefix_experts` their experts, if recorded.
+    `reader` receives the logits of all positions in slices. `images`: see `Decoder.check_images`.
+    `adapter_id`: of its model, if the decoder mixes. `hashes`: of its chunks, if cached prefixes
+    may be reused. `key`: requests with this key share the prompt.
+
+    The prefill sets the others. `target`: what the state holds of it, such as its slot or its block
+    table. `reused`: number of tokens that were not computed. `experts`: of all tokens, int16
+    [tokens, B * K], if recorded. `logits_V`: after the last token, set by the engine.
     """
 
-    prompts: Sequence[Sequence[int]]
-    readers: Sequence[LogitsReader | None]
-    images: Sequence[Sequence[PlacedImage]] = ()
-    adapter_ids: Sequence[int] = ()
-    experts: dict[int, np.ndarray] | None = None
-    hashes: Sequence[Hashes] = ()
-    reused: list[int] = field(default_factory=list)
-    prefix_experts: dict[int, np.ndarray | None] = field(default_factory=dict)
+    tokens: Sequence[int]
+    reader: LogitsReader | None = None
+    images: Sequence[PlacedImage] = ()
+    adapter_id: int = 0
+    hashes: Hashes = ()
+    key: tuple = ()
+    target: Any = None
+    reused: int = 0
+    experts: np.ndarray | None = None
+    logits_V: Tensor | None = None
 
-    def store_experts(self, chosen: np.ndarray | None, members: Sequence[int]) -> None:
-        """Store the experts of the prompts `members`: those of their prefixes, then those that were
-        `chosen` for the other tokens [members, T, B * K], padded on the right. None: none are
-        recorded.
-        """
-        if self.experts is None or chosen is None:
-            return
-        for row, i in enumerate(members):
-            count = len(self.prompts[i]) - (self.reused[i] if self.reused else 0)
-            before = self.prefix_experts.get(i)
-            parts = [chosen[row, :count]] if before is None else [before, chosen[row, :count]]
-            self.experts[i] = np.concatenate(parts)  # a copy, so that the padded array is freed
 
-    @property
-    def lengths(self) -> list[int]:
-        """Return the number of tokens of each prompt."""
-        return [len(prompt) for prompt in self.prompts]
-
-    @property
-    def placed_images(self) -> Sequence[Sequence[PlacedImage]]:
-        """Return the images of each prompt."""
-        return self.images or [()] * len(self.prompts)
+def store_experts(prompts: Sequence[Prompt], chosen: np.ndarray | None) -> None:
+    """Append to the experts of each prompt's reused tokens those that were `chosen` for its other
+    tokens [prompts, T, B * K], padded on the right. None: none are recorded.
+    """
+    if chosen is None:
+        return
+    for prompt, experts in zip(prompts, chosen, strict=True):
+        before = [] if prompt.experts is None else [prompt.experts]
+        count = len(prompt.tokens) - prompt.reused
+        # a copy, so that the padded array is freed
+        prompt.experts = np.concatenate([*before, experts[:count]])
 
 
 class DecodeState(abc.ABC):
@@ -126,18 +125,15 @@ class DecodeState(abc.ABC):
 
     def __init__(self, decoder: Any) -> None:
         self.decoder = decoder
+        self.prompts: list[Prompt] = []  # by slot
         self.prompt_lengths = np.zeros(0, np.int64)
         self.prompt_of_row = np.zeros(0, np.int64)
         # tokens fed so far: 1 less than the sampled tokens
         self.response_lengths = np.zeros(0, np.int64)
-        # The model index of each prompt and its rows, if the batch uses several models.
-        self.prompt_adapters: list[int] = []
         self.records_experts = False  # set by the engine before the first prompt
         # first chunks of the prompts to come, set by the engine; None: unknown
         self.waiting_prefixes: Collection[bytes] | None = None
-        # Recorded experts, if recording is on: [tokens, B * K] of each prompt,
-        self._prompt_experts: list[np.ndarray] = []
-        # and [B * K] of each response token of each row.
+        # recorded experts [B * K] of each response token of each row
         self._row_experts: list[list[np.ndarray]] = []
 
     def cost(self, size: BatchSize) -> int:
@@ -156,30 +152,24 @@ class DecodeState(abc.ABC):
         """Return the part of the budget that a batch of this size takes (see `cost`)."""
         return self.cost(size)
 
-    def prefill(self, batch: PromptBatch) -> Tensor:
+    def prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         """Prefill new prompts into the slots after the present slots.
 
         Returns the logits of the last positions, [prompts, V].
         """
-        if self.records_experts:
-            batch.experts = {}
-        logits_PV, experts = self._prefill(batch), batch.experts or {}
-        self._append_prompts(
-            batch.lengths, batch.adapter_ids, [experts[i] for i in sorted(experts)]
-        )
+        logits_PV = self._prefill(prompts)
+        self._append_prompts(prompts)
         return logits_PV
 
     @abc.abstractmethod
-    def _prefill(self, batch: PromptBatch) -> Tensor:
+    def _prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         """Store new prompts and return the logits of their last positions."""
 
-    def _append_prompts(
-        self, lengths: Sequence[int], adapter_ids: Sequence[int], experts: Sequence[np.ndarray]
-    ) -> None:
-        """Append slots of prompts; `experts` is empty if none are recorded."""
-        self.prompt_lengths = np.concatenate([self.prompt_lengths, np.array(lengths, np.int64)])
-        self.prompt_adapters = [*self.prompt_adapters, *adapter_ids]
-        self._prompt_experts += experts
+    def _append_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Append slots of prompts."""
+        lengths = np.array([len(prompt.tokens) for prompt in prompts], np.int64)
+        self.prompt_lengths = np.concatenate([self.prompt_lengths, lengths])
+        self.prompts += prompts
 
     def add_rows(self, prompt_of_row: np.ndarray) -> None:
         """Add rows after the present rows, each with an empty response to the prompt in the
@@ -201,9 +191,9 @@ class DecodeState(abc.ABC):
 
         Returns None if experts are not recorded.
         """
-        if not self._prompt_experts:
+        prompt = self.prompts[self.prompt_of_row[row]].experts
+        if prompt is None:
             return None
-        prompt = self._prompt_experts[self.prompt_of_row[row]]
         return np.concatenate([prompt, *(step[None] for step in self._row_experts[row])])
 
     def record_experts(
@@ -235,15 +225,11 @@ class DecodeState(abc.ABC):
         self._move_prompts(prompt_source)
         new_slot = np.full(len(self.prompt_lengths), -1, np.int64)
         new_slot[prompt_source] = np.arange(len(prompt_source))
+        self.prompts = [self.prompts[slot] for slot in prompt_source]
         self.prompt_lengths = self.prompt_lengths[prompt_source]
         self.prompt_of_row = new_slot[self.prompt_of_row[row_source]]
         self.response_lengths = self.response_lengths[row_source]
-        self.prompt_adapters = (
-            [self.prompt_adapters[slot] for slot in prompt_source] if self.prompt_adapters else []
-        )
         self._row_experts = [self._row_experts[row] for row in row_source]
-        if self._prompt_experts:
-            self._prompt_experts = [self._prompt_experts[slot] for slot in prompt_source]
         self._rows_changed()
 
     def _rows_changed(self) -> None:  # noqa: B027
@@ -252,5 +238,5 @@ class DecodeState(abc.ABC):
     @abc.abstractmethod
     def _move_rows(self, source: np.ndarray) -> None: ...
 
-    @abc.abstractmethod
-    def _move_prompts(self, source: np.ndarray) -> None: ...
+    def _move_prompts(self, source: np.ndarray) -> None:  # noqa: B027
+        """Move what is held of prompts beside `prompts`. Called before these move."""

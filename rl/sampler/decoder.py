@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl.images import make_no_images_error
-from rl.sampler.decode_state import DecodeState, PromptBatch
+from rl.sampler.decode_state import DecodeState, Prompt
 from rl.sampler.rope_switch import RopeLengthSwitch
 from rl.types import PlacedImage
 
@@ -32,6 +32,7 @@ class Decoder(abc.ABC):
     length_switch: RopeLengthSwitch | None = None
     device: torch.device
     dtype: torch.dtype
+    name = "this sampler"  # in errors
     multi_adapter = False  # whether rows may use different adapters (`MultiAdapterDecoder`)
     # The decoder of the model without adapters, if this decoder shares all memory but the adapters
     # with it.
@@ -67,7 +68,7 @@ class Decoder(abc.ABC):
         """
 
     @abc.abstractmethod
-    def read_prompts(self, batch: PromptBatch) -> None:
+    def read_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Pass the logits of every position of each prompt to its reader. Nothing is cached."""
 
     def weights_name(self, adapter_id: int | None) -> str:
@@ -83,7 +84,7 @@ class Decoder(abc.ABC):
     def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
         """Raise UserError for images that this decoder cannot read."""
         if images:
-            raise make_no_images_error("this sampler")
+            raise make_no_images_error(self.name)
 
 
 def batch_prompts(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,18 +20,18 @@ from rl.errors import UserError
 from rl.layers import describe_layers, unwrap_model
 from rl.models import is_value_head_parameter
 from rl.sampler.contiguous_state import ContiguousState
-from rl.sampler.decode_state import PromptBatch
+from rl.sampler.decode_state import Prompt
 from rl.sampler.decoder import Decoder, NamedTensors
 from rl.sampler.decoder_weights import UnsupportedModel, WeightsBuilder, unwrap_lora_layer
-from rl.sampler.expert_layers import ExpertKeys
 from rl.sampler.forward_fast import (
+    LAYER_NORMS,
     DecoderArchitecture,
     FastForward,
-    LayerKeys,
+    LayerConfig,
     RotarySpec,
 )
 from rl.sampler.layer_specs import LAYER_SPECS, ExpertSpec, LayerSpec
-from rl.sampler.linear_layers import Projection, TokenEmbedding
+from rl.sampler.linear_layers import LoraSpec, Projection, TokenEmbedding
 from rl.sampler.tensor_parallel import TensorParallelGroup, check_shard_counts, find_mlp_divisor
 
 # rope types whose frequencies do not depend on the length of the sequence
@@ -141,8 +141,8 @@ class FastDecoder(FastForward, Decoder):
     def new_state(self, kv_cache_tokens: int) -> ContiguousState:
         return ContiguousState(self, kv_cache_tokens)
 
-    def read_prompts(self, batch: PromptBatch) -> None:
-        self.forward_prompts(batch, range(len(batch.prompts)), None, None)
+    def read_prompts(self, prompts: Sequence[Prompt]) -> None:
+        self.forward_prompts(prompts, range(len(prompts)), None, None)
 
 
 class MultiAdapterDecoder(FastDecoder):
@@ -295,11 +295,13 @@ class _ModelReader:
         self.query_scale = 1.0 if scale is None else scale(self.config) * self.head_width**0.5
 
     def read_architecture(self) -> DecoderArchitecture:
-        """Copy every weight and return the architecture with the buffer keys."""
+        """Copy every weight and return the architecture."""
         config, spec = self.config, self.spec
         ranks = 1 if self.builder.tp_group is None else self.builder.tp_group.size
+        experts = spec.experts
         return DecoderArchitecture(
-            **self.read_weights(),
+            layers=self.read_weights(),
+            adapters=self.builder.adapters,
             heads=config.num_attention_heads // ranks,
             key_heads=config.num_key_value_heads // ranks,
             head_width=self.head_width,
@@ -307,6 +309,8 @@ class _ModelReader:
             ropes=tuple(self._read_rope(name) for name in self.rope_names),
             vocab_size=unwrap_lora_layer(self.base.model.embed_tokens).base.weight.shape[0],
             max_positions=config.max_position_embeddings,
+            experts_per_token=0 if experts is None else config.num_experts_per_tok,
+            normalizes_experts=experts is not None and experts.normalizes(config),
             activation=spec.activation,
             query_scale=1.0 if spec.qk_norm == "head" else self.query_scale,
             embedding_scale=spec.embedding_scale(config),
@@ -324,89 +328,62 @@ class _ModelReader:
         scale = float(getattr(rotary, f"{name}attention_scaling"))
         return RotarySpec(inv_freq.detach().float().cpu(), scale)
 
-    def read_weights(self) -> dict[str, Any]:
-        """Copy every weight; return the fields of a `DecoderArchitecture` that hold buffer keys."""
+    def read_weights(self) -> tuple[LayerConfig, ...]:
+        """Copy every weight; return what the buffers of the layers do not show."""
         base, builder = self.base, self.builder
         embedding = unwrap_lora_layer(base.model.embed_tokens)
-        embed = builder.add("embed", [embedding.base.weight], 0)
-        adapter = None
+        builder.add("embed", [embedding.base.weight], 0)
         if embedding.lora_a is not None and embedding.lora_b is not None:
-            adapter = (
-                builder.add("embed.lora_a", [embedding.lora_a], 1, dtype=embedding.lora_a.dtype),
-                builder.add("embed.lora_b", [embedding.lora_b], dtype=embedding.lora_b.dtype),
-                embedding.scale,
-            )
-        tied = unwrap_lora_layer(base.lm_head).base.weight is embedding.base.weight
+            builder.add("embed.lora_a", [embedding.lora_a], 1, dtype=embedding.lora_a.dtype)
+            builder.add("embed.lora_b", [embedding.lora_b], dtype=embedding.lora_b.dtype)
+            every = slice(None)
+            builder.adapters["embed"] = [LoraSpec("embed.lora_b", embedding.scale, every, every)]
+        is_tied = unwrap_lora_layer(base.lm_head).base.weight is embedding.base.weight
         # the model may hold the first layers only
         kinds, ropes = describe_layers(base).kinds, _name_ropes(base)
-        return {
-            "layers": tuple(
-                self._read_layer(f"layers.{i}", layer, kinds[i], self.rope_names.index(ropes[i]))
-                for i, layer in enumerate(base.model.layers)
-            ),
-            "embed": embed,
-            "embed_adapter": adapter,
-            "norm": builder.add("norm", [base.model.norm.weight], offset=self.spec.norm_offset),
-            "head": builder.add_projection("head", [base.lm_head], tied_to=embed if tied else None),
-        }
+        layers = tuple(
+            self._read_layer(f"layers.{i}", layer, kinds[i], self.rope_names.index(ropes[i]))
+            for i, layer in enumerate(base.model.layers)
+        )
+        builder.add("norm", [base.model.norm.weight], offset=self.spec.norm_offset)
+        builder.add_projection("head", [base.lm_head], is_tied=is_tied)
+        return layers
 
-    def _read_layer(self, key: str, layer: Any, kind: str, rope: int) -> LayerKeys:
-        """Copy the weights of a layer of that kind and return their buffer keys. `rope`: index of
-        its table.
-        """
+    def _read_layer(self, key: str, layer: Any, kind: str, rope: int) -> LayerConfig:
+        """Copy the weights of a layer of that kind. `rope`: index of its table."""
         spec, add, project = self.spec, self.builder.add, self.builder.add_projection
         attention, mlp = layer.self_attn, getattr(layer, spec.mlp)
-        experts, gate_up, down, dense = None, None, None, mlp
+        dense = mlp
         if spec.experts is not None and hasattr(mlp, "experts"):
-            experts = self._read_experts(f"{key}.experts", mlp, spec.experts)
+            self._read_experts(f"{key}.experts", mlp, spec.experts)
             dense = None if spec.experts.shared is None else getattr(mlp, spec.experts.shared[0])
         if dense is not None:
-            gate_up = project(f"{key}.gate_up", [getattr(dense, name) for name in spec.gate_up])
-            down = project(f"{key}.down", [dense.down_proj], shard_inputs=True)
-
-        def add_norm(name: str, module: str | None) -> str | None:
-            norm = None if module is None else getattr(layer, module)
-            if norm is None or isinstance(norm, nn.Identity):
-                return None
-            return add(f"{key}.{name}", [norm.weight], offset=spec.norm_offset)
-
-        def add_qk_norm(name: str, kind: str, dim: int | None, scale: float) -> str | None:
-            if spec.qk_norm != kind:
-                return None
-            weights = [attention.q_norm.weight, attention.k_norm.weight]
-            return add(f"{key}.{name}", weights, dim, offset=spec.norm_offset, scale=scale)
-
+            project(f"{key}.gate_up", [getattr(dense, name) for name in spec.gate_up])
+            project(f"{key}.down", [dense.down_proj], shard_inputs=True)
+        project(f"{key}.qkv", [getattr(attention, name) for name in spec.qkv])
+        project(f"{key}.out", [attention.o_proj], shard_inputs=True)
+        for name, module in zip(LAYER_NORMS, spec.norms, strict=True):
+            norm = nn.Identity() if module is None else getattr(layer, module)
+            if not isinstance(norm, nn.Identity):
+                add(f"{key}.{name}", [norm.weight], offset=spec.norm_offset)
+        if spec.qk_norm is not None:
+            weights, offset = [attention.q_norm.weight, attention.k_norm.weight], spec.norm_offset
+            if spec.qk_norm == "head":
+                add(f"{key}.norm_qk", weights, offset=offset, scale=self.query_scale)
+            else:
+                add(f"{key}.norm_qk_all", weights, 0, offset=offset)
         window = self.config.sliding_window if kind == "sliding" else 0
-        return LayerKeys(
-            qkv=project(f"{key}.qkv", [getattr(attention, name) for name in spec.qkv]),
-            out=project(f"{key}.out", [attention.o_proj], shard_inputs=True),
-            gate_up=gate_up,
-            down=down,
-            norm_in=add_norm("norm_in", spec.norms[0]),
-            norm_attention_out=add_norm("norm_attention_out", spec.norms[1]),
-            norm_mlp=add_norm("norm_mlp", spec.norms[2]),
-            norm_mlp_out=add_norm("norm_mlp_out", spec.norms[3]),
-            norm_qk=add_qk_norm("norm_qk", "head", None, self.query_scale),
-            norm_qk_all=add_qk_norm("norm_qk_all", "projection", 0, 1.0),
-            rope=rope,
-            bounds=AttentionBounds(window, spec.attention_softcap(self.config)),
-            experts=experts,
-        )
+        return LayerConfig(key, rope, AttentionBounds(window, spec.attention_softcap(self.config)))
 
-    def _read_experts(self, key: str, block: Any, spec: ExpertSpec) -> ExpertKeys:
-        """Copy the weights of a layer's experts and return their buffer keys."""
+    def _read_experts(self, key: str, block: Any, spec: ExpertSpec) -> None:
+        """Copy the weights of a layer's experts."""
         router, experts, builder = getattr(block, spec.router), block.experts, self.builder
         for module in (block, router, experts):
             if not type(module).__module__.startswith("transformers."):
                 raise UnsupportedModel(f"experts of type {type(module).__name__}")
-        gate = None if spec.shared is None else getattr(block, spec.shared[1])
-        return ExpertKeys(
-            router=builder.add(f"{key}.router", [router.weight]),
-            gate_up=builder.add(f"{key}.gate_up", [experts.gate_up_proj], 1, parts=2),
-            down=builder.add(f"{key}.down", [experts.down_proj], 2),
-            per_token=self.config.num_experts_per_tok,
-            normalizes=spec.normalizes(self.config),
-            shared_gate=None
-            if gate is None
-            else builder.without_shards().add_projection(f"{key}.shared_gate", [gate]),
-        )
+        builder.add(f"{key}.router", [router.weight])
+        builder.add(f"{key}.gate_up", [experts.gate_up_proj], 1, parts=2)
+        builder.add(f"{key}.down", [experts.down_proj], 2)
+        if spec.shared is not None:
+            gate = getattr(block, spec.shared[1])
+            builder.without_shards().add_projection(f"{key}.shared_gate", [gate])

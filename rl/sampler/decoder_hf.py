@@ -14,7 +14,7 @@ from torch import nn
 
 from rl.errors import UserError
 from rl.images import make_no_images_error
-from rl.sampler.decode_state import DecodeState, PromptBatch
+from rl.sampler.decode_state import DecodeState, Prompt
 from rl.sampler.decoder import Decoder, NamedTensors, batch_prompts
 from rl.sampler.decoder_weights import check_shared_unchanged
 from rl.sampler.forward_hf import HFForward
@@ -101,22 +101,24 @@ class HFDecoder(HFForward, Decoder):
         }
         return kinds[self.plan.rows](self)
 
-    def read_prompts(self, batch: PromptBatch) -> None:
-        prompts, placed, lengths = batch.prompts, batch.placed_images, batch.lengths
+    def read_prompts(self, prompts: Sequence[Prompt]) -> None:
+        lengths = [len(prompt.tokens) for prompt in prompts]
         max_tokens, switch = self.max_batch_tokens(reads_all=True), self.length_switch
         if self.plan.reading == "equal":
             batches = self.batch_by_length(lengths, max_tokens)
         else:  # no batch has sequences on both sides of a length at which frequencies change
             beyond = [switch is not None and length > switch.threshold for length in lengths]
-            kinds = list(zip(beyond, map(bool, placed), strict=True))
+            kinds = [(b, bool(prompt.images)) for b, prompt in zip(beyond, prompts, strict=True)]
             batches = batch_prompts(lengths, max_tokens, kinds)
-        for members in batches:
+        for members in ([prompts[i] for i in batch] for batch in batches):
             logits = self.plain_forward(
-                [prompts[i] for i in members], last_only=False, images=[placed[i] for i in members]
+                [prompt.tokens for prompt in members],
+                last_only=False,
+                images=[prompt.images for prompt in members],
             )
-            for row, i in enumerate(members):
-                if (reader := batch.readers[i]) is not None:
-                    reader(0, logits[row, : len(prompts[i])])
+            for row, prompt in enumerate(members):
+                if prompt.reader is not None:
+                    prompt.reader(0, logits[row, : len(prompt.tokens)])
 
     def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
         if not images:

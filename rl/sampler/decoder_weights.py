@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rl.sampler.decoder import NamedTensors
-from rl.sampler.linear_layers import LoraSpec, ProjectionSpec
+from rl.sampler.linear_layers import LoraSpec
 from rl.sampler.tensor_parallel import (
     UNSHARDED,
     Shard,
@@ -147,7 +147,7 @@ def unwrap_lora_layer(module: nn.Module) -> UnwrappedLayer:
 
     Raises `UnsupportedModel` for everything else.
     """
-    if type(module) in (nn.Linear, nn.Embedding) or _is_scaled_embedding(module):
+    if _is_plain(module):
         return UnwrappedLayer(module)
     if not type(module).__module__.startswith("peft."):
         raise UnsupportedModel(f"a layer of type {type(module).__name__}")
@@ -157,8 +157,7 @@ def unwrap_lora_layer(module: nn.Module) -> UnwrappedLayer:
         raise UnsupportedModel(f"a PEFT layer of type {type(module).__name__}")
     base, active = module.get_base_layer(), list(module.active_adapters)
     adapters = [name for name in active if name in module.scaling]
-    plain = type(base) in (nn.Linear, nn.Embedding) or _is_scaled_embedding(base)
-    if not plain or module.merged or len(adapters) > 1:
+    if not _is_plain(base) or module.merged or len(adapters) > 1:
         raise UnsupportedModel(
             f"an adapter that is merged, or several active adapters ({active}), or an adapter "
             f"around a {type(base).__name__}"
@@ -176,9 +175,13 @@ def unwrap_lora_layer(module: nn.Module) -> UnwrappedLayer:
     return UnwrappedLayer(base, a, b, module.scaling[name])
 
 
-def _is_scaled_embedding(module: nn.Module) -> bool:
-    """Return whether a module is an embedding that multiplies its vectors by `embed_scale`."""
-    return isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module is a plain linear layer or embedding, or an embedding that multiplies
+    its vectors by `embed_scale`.
+    """
+    return type(module) in (nn.Linear, nn.Embedding) or (
+        isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+    )
 
 
 class UnsupportedModel(Exception):
@@ -203,6 +206,7 @@ class WeightsBuilder:
         """
         self.weights, self.base, self.tp_group = DecoderWeights(tp_group), base, tp_group
         self.dtype, self.device = dtype, device
+        self.adapters: dict[str, list[LoraSpec]] = {}
         self.names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), []).append(name)
@@ -224,8 +228,8 @@ class WeightsBuilder:
         offset: float = 0.0,
         scale: float = 1.0,
         shard: Shard = UNSHARDED,
-    ) -> str:
-        """Stack parameters in a buffer and return its key.
+    ) -> None:
+        """Stack parameters in the buffer `key`.
 
         `dim`: the dimension along which the tensor-parallel group shards each of them (None: the
         rank holds `shard`), which consists of `parts` equal parts. `dtype`: by default that of the
@@ -253,34 +257,32 @@ class WeightsBuilder:
         ):
             weights.buffers[key] = shared
             weights.shared.add(key)
-            return key
+            return
         dtype = torch.float32 if offset or scale != 1.0 else dtype or self.dtype
         size = (start, *pieces[0][1].shape[1:])
         weights.buffers[key] = buffer = torch.empty(size, dtype=dtype, device=self.device)
         for piece, values in pieces:
             piece.select(buffer).copy_(values)
-        return key
 
     def add_projection(
         self,
         key: str,
         modules: Sequence[nn.Module],
-        tied_to: str | None = None,
         *,
+        is_tied: bool = False,
         shard_inputs: bool = False,
-    ) -> ProjectionSpec:
-        """Add linear layers that read the same input, fused, and return their specification.
+    ) -> None:
+        """Add linear layers that read the same input, fused, under the names of a `Projection`.
 
-        `tied_to` names the existing buffer of a tied weight. The tensor-parallel group shards the
-        outputs of the layers, or with `shard_inputs` their inputs; each rank then computes its term
-        of a sum. Raises `UnsupportedModel` if only some of the layers have a bias.
+        `is_tied`: another buffer holds the weight. The tensor-parallel group shards the outputs of
+        the layers, or with `shard_inputs` their inputs; each rank then computes its term of a sum.
+        Raises `UnsupportedModel` if only some of the layers have a bias.
         """
         layers = [unwrap_lora_layer(module) for module in modules]
         # of what is sharded by outputs and of what is sharded by inputs
         by_output, by_input = (None, 1) if shard_inputs else (0, None)
-        weight, bias, lora_a = tied_to or f"{key}.weight", None, None
-        if tied_to is None:
-            self.add(weight, [layer.base.weight for layer in layers], int(shard_inputs))
+        if not is_tied:
+            self.add(f"{key}.weight", [layer.base.weight for layer in layers], int(shard_inputs))
         biases = [layer.base.bias for layer in layers if layer.base.bias is not None]
         if biases:
             if len(biases) < len(layers):
@@ -288,8 +290,8 @@ class WeightsBuilder:
             # the bias of a sum over the group enters it once
             is_first = self.tp_group is None or self.tp_group.rank == 0
             whole = UNSHARDED if is_first else Shard(empty=True)
-            bias = self.add(f"{key}.bias", biases, by_output, shard=whole)
-        adapters, matrices, first_rank, first_column = [], [], 0, 0
+            self.add(f"{key}.bias", biases, by_output, shard=whole)
+        matrices, first_rank, first_column = [], 0, 0
         for i, layer in enumerate(layers):
             outputs = layer.base.out_features
             shard = UNSHARDED if shard_inputs else shard_of(outputs, 0, self.tp_group)
@@ -300,10 +302,9 @@ class WeightsBuilder:
             ranks = slice(first_rank, first_rank + len(layer.lora_a))
             first_rank = ranks.stop
             matrices.append(layer.lora_a)
-            b_key = self.add(
-                f"{key}.lora_b.{i}", [layer.lora_b], by_output, dtype=layer.lora_b.dtype
-            )
-            adapters.append(LoraSpec(b_key, layer.scale, columns, ranks))
+            b_key = f"{key}.lora_b.{i}"
+            self.add(b_key, [layer.lora_b], by_output, dtype=layer.lora_b.dtype)
+            spec = LoraSpec(b_key, layer.scale, columns, ranks)
+            self.adapters.setdefault(key, []).append(spec)
         if matrices:
-            lora_a = self.add(f"{key}.lora_a", matrices, by_input, dtype=matrices[0].dtype)
-        return ProjectionSpec(weight, bias, lora_a, tuple(adapters))
+            self.add(f"{key}.lora_a", matrices, by_input, dtype=matrices[0].dtype)

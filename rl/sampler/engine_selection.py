@@ -165,7 +165,8 @@ def _find_paged_failure(decoder: FastDecoder) -> str | None:
     """Return why this device does not support the paged engine, and warn once; None if it does."""
     a = decoder.architecture
     trial = repr(replace(a, layers=a.layers[:_TRIAL_LAYERS], ropes=()))
-    key = (len(decoder.layers), trial, decoder.norm_E.shape, decoder.dtype, decoder.device)
+    names, width = tuple(decoder.weights.buffers), decoder.norm_E.shape
+    key = (len(decoder.layers), trial, names, width, decoder.dtype, decoder.device)
     if key in _trial_failures:
         return _trial_failures[key]
     try:

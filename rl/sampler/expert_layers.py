@@ -9,51 +9,45 @@ S = N K.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rl.sampler.linear_layers import Projection, ProjectionSpec
+from rl.sampler.linear_layers import Projection
 
 Activate = Callable[[Tensor], Tensor]  # act(gate) * up, from [.., 2 I] to [.., I]
 _ALIGNMENT = 16  # bytes that the rows of the matrices of a grouped product are a multiple of
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertKeys:
-    """Hold the buffer keys of a layer's experts.
+class ExpertLayer:
+    """Map hidden states [.., E] to the weighted sum of the outputs of each token's experts, with
+    the buffers of the names "key.router" [X, E], "key.gate_up" [X, 2 I, E] and "key.down"
+    [X, E, I].
 
     `normalizes`: the weights of a token's experts are scaled to the sum 1. `shared_gate`: the
     projection whose sigmoid scales the output of the expert that every token uses.
     """
-
-    router: str  # [X, E]
-    gate_up: str  # [X, 2 I, E]
-    down: str  # [X, E, I]
-    per_token: int
-    normalizes: bool
-    shared_gate: ProjectionSpec | None = None
-
-
-class ExpertLayer:
-    """Map hidden states [.., E] to the weighted sum of the outputs of each token's experts."""
 
     __slots__ = (
         "down_XEI", "expert_X", "gate_up_XIE", "normalizes", "per_token", "router_XE",
         "shared_gate", "uses_grouped_products",
     )  # fmt: skip
 
-    def __init__(self, keys: ExpertKeys, buffers: dict[str, Tensor]):
-        self.router_XE = buffers[keys.router]
-        self.gate_up_XIE, self.down_XEI = buffers[keys.gate_up], buffers[keys.down]
-        self.per_token, self.normalizes = keys.per_token, keys.normalizes
+    def __init__(
+        self,
+        key: str,
+        buffers: Mapping[str, Tensor],
+        per_token: int,
+        normalizes: bool,
+        shared_gate: Projection | None = None,
+    ):
+        self.router_XE = buffers[f"{key}.router"]
+        self.gate_up_XIE, self.down_XEI = buffers[f"{key}.gate_up"], buffers[f"{key}.down"]
+        self.per_token, self.normalizes, self.shared_gate = per_token, normalizes, shared_gate
         self.expert_X = torch.arange(len(self.router_XE), device=self.router_XE.device)
-        shared = keys.shared_gate
-        self.shared_gate = None if shared is None else Projection(shared, buffers)
         self.uses_grouped_products = all(
             has_grouped_products(weight) for weight in (self.gate_up_XIE, self.down_XEI)
         )

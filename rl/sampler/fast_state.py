@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.sampler.decode_state import DecodeState, PromptBatch, index_in_row
+from rl.sampler.decode_state import DecodeState, Prompt, index_in_row, store_experts
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.expert_layers import copy_choices
-from rl.sampler.forward_fast import Attend, FastForward, make_ops
-from rl.sampler.linear_layers import RowAdapters, group_rows_by_adapter
+from rl.sampler.forward_fast import Attend, FastForward, StoreKeyValues, make_ops
+from rl.sampler.linear_layers import RowAdapters
 from rl.sampler.prefix_attention import SuffixBatch
 from rl.sampler.prefix_cache import CHUNK_SIZE, Hashes, select_wave
 
@@ -48,9 +48,9 @@ class FastState(DecodeState):
         if rows is not None:
             positions = positions[rows] + index_in_row(rows)
         row_adapters = self._row_adapters
-        if row_adapters is None or rows is not None:
+        if decoder.multi_adapter and (row_adapters is None or rows is not None):
             slots = self.prompt_of_row if rows is None else self.prompt_of_row[rows]
-            row_adapters = group_rows_by_adapter(self.prompt_adapters, slots, decoder.device)
+            row_adapters = decoder.group_rows([self.prompts[slot].adapter_id for slot in slots])
         if rows is None:
             self._row_adapters = row_adapters
         choices: list[Tensor] | None = [] if self.records_experts else None
@@ -84,51 +84,46 @@ class FastState(DecodeState):
         (None: a token of each row) at `positions`.
         """
 
-    def _fill(self, batch: PromptBatch, targets: Sequence[Any]) -> Tensor:
-        """Store the keys and values of prompts in `targets`; return the logits of their last
+    def _fill(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Store the keys and values of prompts in their targets; return the logits of their last
         positions [P, V].
 
         Tokens whose keys and values are cached, or computed for another prompt of the batch, are
         not computed again, except for prompts with readers, which need all logits.
         """
-        count, lengths = len(targets), batch.lengths
-        hashes: list[Hashes] = [
-            () if reader else chunks
-            for chunks, reader in zip(batch.hashes or [()] * count, batch.readers, strict=True)
-        ]
-        pending, batch.reused = list(range(count)), [0] * count
-        size = count, self.decoder.vocab_size
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        hashes: list[Hashes] = [() if prompt.reader else prompt.hashes for prompt in prompts]
+        pending, size = list(range(len(prompts))), (len(prompts), self.decoder.vocab_size)
         logits_PV = torch.empty(size, dtype=torch.float32, device=self.decoder.device)
         while pending:
             wave, pending = select_wave(
                 pending, hashes, lengths, self._count_cached, self.chunk_size
             )
             for i, chunks in wave.items():
-                batch.reused[i], batch.prefix_experts[i] = self._start_prompt(
-                    targets[i], lengths[i], chunks
-                )
+                self._start_prompt(prompts[i], chunks)
             self._copy_prefixes()
-            if whole := [i for i in wave if not batch.reused[i]]:
-                self._prefill_whole(batch, whole, targets, logits_PV)
-            rest = [i for i in wave if batch.reused[i]]
-            for members in split_suffixes(lengths, batch.reused, rest):
-                logits_PV[members] = self._extend(batch, members, targets)
-            for i in wave if batch.hashes else ():
-                experts = None if batch.experts is None else batch.experts[i]
-                self._register(targets[i], batch.hashes[i], experts)
+            if whole := [i for i in wave if not prompts[i].reused]:
+                self.decoder.forward_prompts(
+                    prompts, whole, self._store_prompts(), logits_PV, self.records_experts
+                )
+            rest = [i for i in wave if prompts[i].reused]
+            for members in split_suffixes(lengths, [prompt.reused for prompt in prompts], rest):
+                logits_PV[members] = self._extend([prompts[i] for i in members])
+            for i in wave:
+                self._register(prompts[i])
         return logits_PV
 
-    def _extend(self, batch: PromptBatch, members: Sequence[int], targets: Sequence[Any]) -> Tensor:
-        """Prefill the prompts `members` after their reused tokens in a single forward, padded on
-        the right; return the logits of their last positions.
+    def _extend(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Prefill prompts after their reused tokens in a single forward, padded on the right;
+        return the logits of their last positions.
 
         Keys and values are written to their final positions and read together with those before.
         """
         decoder = self.decoder
-        starts = np.array([batch.reused[i] for i in members], np.int64)
-        suffixes = [batch.prompts[i][batch.reused[i] :] for i in members]
-        suffix_batch = SuffixBatch.pad(starts, suffixes, decoder.device)
-        store = self._store_suffixes([targets[i] for i in members], suffix_batch)
+        starts = np.array([prompt.reused for prompt in prompts], np.int64)
+        suffixes = [prompt.tokens[prompt.reused :] for prompt in prompts]
+        suffix_batch = SuffixBatch(starts, suffixes, decoder.device)
+        store = self._store_suffixes([prompt.target for prompt in prompts], suffix_batch)
         rope = decoder.rope(suffix_batch.position_BT, suffix_batch.rope_positions)
 
         def attend(layer: int, qkv: Tensor) -> Tensor:
@@ -136,11 +131,11 @@ class FastState(DecodeState):
             keys, values = store(layer, suffix_batch.select(k), suffix_batch.select(v))
             return suffix_batch.attend(q, keys, values, decoder.layers[layer].bounds)
 
-        row_adapters = group_rows_by_adapter(batch.adapter_ids, members, decoder.device)
-        choices: list[Tensor] | None = None if batch.experts is None else []
+        row_adapters = decoder.group_rows([prompt.adapter_id for prompt in prompts])
+        choices: list[Tensor] | None = [] if self.records_experts else None
         ids, last_B = suffix_batch.ids_BT, suffix_batch.last_B
         hidden = decoder.forward(ids, attend, row_adapters, last_B, choices)
-        batch.store_experts(copy_choices(choices), members)
+        store_experts(prompts, copy_choices(choices))
         return decoder.head(hidden, row_adapters).float()
 
     @abc.abstractmethod
@@ -148,13 +143,9 @@ class FastState(DecodeState):
         """Return how many chunks of a sequence are in the cache."""
 
     @abc.abstractmethod
-    def _start_prompt(
-        self, target: Any, length: int, hashes: Hashes
-    ) -> tuple[int, np.ndarray | None]:
-        """Allocate the positions of a prompt, and let it begin with a cached prefix.
-
-        Returns the positions of the prefix and their experts, if recorded. `_copy_prefixes` must
-        follow.
+    def _start_prompt(self, prompt: Prompt, hashes: Hashes) -> None:
+        """Allocate the positions of a prompt, and let it begin with a cached prefix of these
+        chunks. `_copy_prefixes` must follow.
         """
 
     @abc.abstractmethod
@@ -162,19 +153,13 @@ class FastState(DecodeState):
         """Copy the prefixes of the prompts that were started."""
 
     @abc.abstractmethod
-    def _register(self, target: Any, hashes: Hashes, experts: np.ndarray | None) -> None:
+    def _register(self, prompt: Prompt) -> None:
         """Let later prompts find a prompt whose keys and values are stored."""
 
     @abc.abstractmethod
-    def _prefill_whole(
-        self,
-        batch: PromptBatch,
-        members: Sequence[int],
-        targets: Sequence[Any],
-        logits_PV: Tensor,
-    ) -> None:
-        """Prefill the prompts `members` from their first token on; write the logits of their last
-        positions to their rows of `logits_PV`. `targets`: of all prompts.
+    def _store_prompts(self) -> StoreKeyValues:
+        """Return the function that stores the keys and values of whole prompts, see
+        `FastForward.forward_prompts`.
         """
 
     @abc.abstractmethod

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +21,14 @@ from kernels import AttentionBounds
 from kernels.decode_ops import rms_norm, rotate_heads
 from rl.sampler import cpu_kernels
 from rl.sampler.cpu_kernels import CpuKernels
-from rl.sampler.decode_state import LogitsReader, PromptBatch, send_to_device
+from rl.sampler.decode_state import LogitsReader, Prompt, pad_right, send_to_device, store_experts
 from rl.sampler.decoder import MAX_LOGITS_PER_SLICE, batch_prompts
 from rl.sampler.decoder_weights import DecoderWeights
-from rl.sampler.expert_layers import ExpertKeys, ExpertLayer, copy_choices
+from rl.sampler.expert_layers import ExpertLayer, copy_choices
 from rl.sampler.linear_layers import (
+    AdapterSpecs,
     HeadProjection,
     Projection,
-    ProjectionSpec,
     RowAdapters,
     TokenEmbedding,
     fits_budget,
@@ -43,28 +44,24 @@ Attend = Callable[[int, Tensor], Tensor]
 # Takes (part to add or None, sum, weight of the norm or None, epsilon); the sum with the part, and
 # its norm (the sum itself without weight). It may use the memory of the part and of the sum.
 AddAndNorm = Callable[[Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
-StoreKeyValues = Callable[[int, list[int], Tensor, Tensor], None]
+StoreKeyValues = Callable[[int, list[Prompt], Tensor, Tensor], None]
 # Cosines and signed sines of each of `DecoderArchitecture.ropes`.
 RotaryTables = Sequence[tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKeys:
-    """Hold the buffer keys of a layer."""
+# norms before and after the attention, before and after the MLP
+LAYER_NORMS = ("norm_in", "norm_attention_out", "norm_mlp", "norm_mlp_out")
 
-    qkv: ProjectionSpec
-    out: ProjectionSpec
-    gate_up: ProjectionSpec | None  # of the MLP; of the shared expert in a layer of experts
-    down: ProjectionSpec | None
-    norm_in: str | None  # before the attention
-    norm_attention_out: str | None
-    norm_mlp: str | None  # before the MLP
-    norm_mlp_out: str | None
-    norm_qk: str | None  # weights of the query norm and the key norm of each head, stacked
-    norm_qk_all: str | None  # weights of the norms over all query heads and all key heads, stacked
-    rope: int  # index in `DecoderArchitecture.ropes`
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """Hold what a layer's buffers do not show. `key`: the beginning of their names. `rope`: index
+    in `DecoderArchitecture.ropes`.
+    """
+
+    key: str
+    rope: int
     bounds: AttentionBounds
-    experts: ExpertKeys | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +79,8 @@ class DecoderArchitecture:
     `heads` and `key_heads` are those of this rank if a tensor-parallel group splits the decoder.
     """
 
-    layers: tuple[LayerKeys, ...]
-    embed: str
-    embed_adapter: tuple[str, str, float] | None  # A [R, V], B [E, R], scale
-    norm: str
-    head: ProjectionSpec
+    layers: tuple[LayerConfig, ...]
+    adapters: AdapterSpecs
     heads: int
     key_heads: int
     head_width: int
@@ -94,6 +88,8 @@ class DecoderArchitecture:
     ropes: tuple[RotarySpec, ...]
     vocab_size: int
     max_positions: int | None
+    experts_per_token: int = 0
+    normalizes_experts: bool = False
     activation: str = "silu"
     query_scale: float = 1.0  # of the queries, before scores are scaled by D^-0.5
     embedding_scale: float = 1.0
@@ -115,7 +111,12 @@ class ForwardOps:
 
 
 class LayerWeights:
-    """Hold the tensors and modules of a layer, looked up once, under the names of `LayerKeys`."""
+    """Hold the tensors and modules of a layer, looked up once; None for those that it lacks.
+
+    `gate_up` and `down`: of the MLP; of the shared expert in a layer of experts. `norm_qk`: weights
+    of the query norm and the key norm of each head, stacked. `norm_qk_all`: weights of the norms
+    over all query heads and all key heads, stacked.
+    """
 
     qkv: Projection
     out: Projection
@@ -127,20 +128,31 @@ class LayerWeights:
     norm_mlp_out: Tensor | None
     norm_qk: Tensor | None
     norm_qk_all: Tensor | None
-    rope: int
-    bounds: AttentionBounds
-    experts: ExpertLayer | None
 
-    def __init__(self, keys: LayerKeys, buffers: dict[str, Tensor]):
-        for field in fields(keys):
-            value = getattr(keys, field.name)
-            if isinstance(value, str):
-                value = buffers[value]
-            elif isinstance(value, ProjectionSpec):
-                value = Projection(value, buffers)
-            elif isinstance(value, ExpertKeys):
-                value = ExpertLayer(value, buffers)
-            setattr(self, field.name, value)
+    def __init__(
+        self, config: LayerConfig, architecture: DecoderArchitecture, buffers: Mapping[str, Tensor]
+    ):
+        def project(name: str) -> Any:
+            key = f"{config.key}.{name}"
+            if f"{key}.weight" not in buffers:
+                return None
+            return Projection(key, buffers, architecture.adapters)
+
+        self.qkv, self.out = project("qkv"), project("out")
+        self.gate_up, self.down = project("gate_up"), project("down")
+        self.rope, self.bounds = config.rope, config.bounds
+        for name in (*LAYER_NORMS, "norm_qk", "norm_qk_all"):
+            setattr(self, name, buffers.get(f"{config.key}.{name}"))
+        experts = f"{config.key}.experts"
+        self.experts: ExpertLayer | None = None
+        if f"{experts}.router" in buffers:
+            self.experts = ExpertLayer(
+                experts,
+                buffers,
+                architecture.experts_per_token,
+                architecture.normalizes_experts,
+                project("experts.shared_gate"),
+            )
 
     def projections(self) -> list[Projection]:
         """Return the linear layers that an adapter may modify, in a fixed order."""
@@ -168,17 +180,21 @@ class FastForward:
     def __init__(self, architecture: DecoderArchitecture, weights: DecoderWeights):
         self.architecture, self.weights = architecture, weights
         self.vocab_size, self.max_positions = architecture.vocab_size, architecture.max_positions
-        buffers = weights.buffers
-        embed_VE, adapter = buffers[architecture.embed], architecture.embed_adapter
-        self.tp_group = weights.tp_group
-        low = None if adapter is None else (buffers[adapter[0]], buffers[adapter[1]], adapter[2])
-        self.embed = TokenEmbedding(embed_VE, low, architecture.vocab_size, self.tp_group)
+        buffers, adapters = weights.buffers, architecture.adapters
+        embed_VE, self.tp_group = buffers["embed"], weights.tp_group
+        lora = [
+            (buffers["embed.lora_a"], buffers[a.b_key], a.scale) for a in adapters.get("embed", ())
+        ]
+        self.embed = TokenEmbedding(
+            embed_VE, lora[0] if lora else None, architecture.vocab_size, self.tp_group
+        )
         self.device, self.dtype = embed_VE.device, embed_VE.dtype
-        self.layers = [LayerWeights(keys, buffers) for keys in architecture.layers]
-        self.norm_E = buffers[architecture.norm]
+        self.layers = [LayerWeights(layer, architecture, buffers) for layer in architecture.layers]
+        self.norm_E = buffers["norm"]
         self.head = HeadProjection(
-            architecture.head,
-            buffers,
+            "head",
+            {"head.weight": embed_VE, **buffers},  # a tied head has no weight of its own
+            adapters,
             architecture.vocab_size,
             self.tp_group,
             architecture.logit_softcap,
@@ -243,21 +259,20 @@ class FastForward:
         """
         ops, eps = ops or make_ops(None, self.cpu_kernels), self.architecture.eps
         last_layer = self.layers[-1] if choices is None else None
+        last = None if last_B is None else (torch.arange(len(ids), device=ids.device), last_B)
         x, part = self.embed_tokens(ids, row_adapters), None
         for i, layer in enumerate(self.layers):
             x, normed = ops.add_and_norm(part, x, layer.norm_in, eps)
             attended = attend(i, self.project_qkv(layer, normed, row_adapters))
-            if last_B is not None and layer is last_layer:
-                rows = torch.arange(len(ids), device=ids.device)
-                attended, x = attended[rows, last_B], x[rows, last_B]
+            if last is not None and layer is last_layer:
+                attended, x = attended[last], x[last]
             part = self._finish_part(layer.out(attended, row_adapters), layer.norm_attention_out)
             x, normed = ops.add_and_norm(part, x, layer.norm_mlp, eps)
             part = self._apply_mlp(layer, normed, ops, row_adapters, choices)
             part = self._finish_part(part, layer.norm_mlp_out)
-        if last_B is not None and last_layer is None:
+        if last is not None and last_layer is None:
             assert part is not None
-            rows = torch.arange(len(ids), device=ids.device)
-            part, x = part[rows, last_B], x[rows, last_B]
+            part, x = part[last], x[last]
         return self._scale(
             ops.add_and_norm(part, x, self.norm_E, eps)[1], self.architecture.logit_scale
         )
@@ -355,47 +370,45 @@ class FastForward:
 
     def forward_prompts(
         self,
-        batch: PromptBatch,
-        prompts: Sequence[int],
+        prompts: Sequence[Prompt],
+        indices: Sequence[int],
         store_kv: StoreKeyValues | None,
         logits_PV: Tensor | None,
+        records_experts: bool = False,
     ) -> None:
-        """Prefill these prompts of the batch; write the logits of their last positions to their
+        """Prefill the prompts of these indices; write the logits of their last positions to their
         rows of `logits_PV`, unless it is None.
 
         Prompts are padded on the right if their lengths differ (causal attention does not see the
-        padding). `store_kv` receives (layer, indices of the prompts, keys [B, K, T, D], values) to
-        store.
+        padding). `store_kv` receives (layer, prompts, keys [B, K, T, D], values) to store.
         """
-        lengths, adapter_ids, device = batch.lengths, batch.adapter_ids, self.device
-        for places in batch_prompts([lengths[i] for i in prompts], _PREFILL_TOKENS):
-            members = [prompts[place] for place in places]
-            ids = self._stack_prompts(batch, members)
+        device = self.device
+        for places in batch_prompts([len(prompts[i].tokens) for i in indices], _PREFILL_TOKENS):
+            members = [prompts[indices[place]] for place in places]
+            lengths = [len(prompt.tokens) for prompt in members]
+            ids = send_to_device(pad_right([prompt.tokens for prompt in members]), device)
             longest = ids.shape[1]
             rope = self.rope(torch.arange(longest, device=device), longest)
-            row_adapters = group_rows_by_adapter(adapter_ids, members, device)
-            last_B = torch.tensor([lengths[i] - 1 for i in members], device=device)
-            all_read = any(batch.readers[i] is not None for i in members)
-            choices: list[Tensor] | None = None if batch.experts is None else []
+            row_adapters = self.group_rows([prompt.adapter_id for prompt in members])
+            last_B = torch.tensor([length - 1 for length in lengths], device=device)
+            all_read = any(prompt.reader is not None for prompt in members)
+            choices: list[Tensor] | None = [] if records_experts else None
             attend = self._prompt_attention(members, rope, store_kv)
             hidden = self.forward(ids, attend, row_adapters, None if all_read else last_B, choices)
-            batch.store_experts(copy_choices(choices), members)
+            store_experts(members, copy_choices(choices))
             if logits_PV is not None:
                 rows = torch.arange(len(members), device=device)
                 last = hidden[rows, last_B] if all_read else hidden
                 logits = self.head(last, row_adapters).float()
-                logits_PV[torch.tensor(members, device=device)] = logits
-            for row, i in enumerate(members):
-                if (reader := batch.readers[i]) is not None:
-                    adapters = [(adapter_ids[i], None)] if adapter_ids else None
-                    self._pass_logits(reader, hidden[row, : lengths[i]], adapters)
+                logits_PV[torch.tensor([indices[i] for i in places], device=device)] = logits
+            for row, prompt in enumerate(members):
+                if prompt.reader is not None:
+                    adapters = self.group_rows([prompt.adapter_id])
+                    self._pass_logits(prompt.reader, hidden[row, : lengths[row]], adapters)
 
-    def _stack_prompts(self, batch: PromptBatch, members: list[int]) -> Tensor:
-        """Return the tokens of prompts, the longest first, padded on the right: [B, T]."""
-        prompts = [batch.prompts[i] for i in members]
-        longest = len(prompts[0])
-        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
-        return send_to_device(torch.tensor(padded), self.device)
+    def group_rows(self, adapter_ids: Sequence[int]) -> RowAdapters | None:
+        """Group rows by their adapters; None if the decoder does not mix any."""
+        return group_rows_by_adapter(adapter_ids, self.device) if self.multi_adapter else None
 
     def _pass_logits(
         self, reader: LogitsReader, hidden_TE: Tensor, row_adapters: RowAdapters | None
@@ -406,7 +419,7 @@ class FastForward:
             reader(start, self.head(hidden_TE[start : start + step], row_adapters))
 
     def _prompt_attention(
-        self, members: list[int], rope: RotaryTables, store_kv: StoreKeyValues | None
+        self, members: list[Prompt], rope: RotaryTables, store_kv: StoreKeyValues | None
     ) -> Attend:
         """Return the causal attention function of a prefill batch, which stores keys and values
         with `store_kv`.

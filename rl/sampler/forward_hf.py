@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from rl.errors import UserError
 from rl.images import get_image_reader
 from rl.layers import describe_layers, find_max_context, record_experts, unwrap_model
+from rl.sampler.decode_state import pad_right
 from rl.sampler.decoder import MAX_LOGITS_PER_SLICE, batch_prompts
 from rl.sampler.precision import LOW_PRECISION, output_float32_
 from rl.sampler.rope_switch import find_rope_switch
@@ -195,10 +196,8 @@ class HFForward:
 
         Sequences are padded on the right if their lengths differ.
         """
-        longest = max(map(len, rows))
-        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
         inputs = self.model_inputs(
-            ids, images or [()] * len(rows), [0] * len(rows), list(map(len, rows))
+            pad_right(rows), images or [()] * len(rows), [0] * len(rows), list(map(len, rows))
         )
         return self._logits(inputs.pop("input_ids"), last_only, use_cache=False, **inputs)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rl.sampler.decode_state import DecodeState, PromptBatch
+from rl.sampler.decode_state import DecodeState, Prompt
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.forward_hf import HFForward
 from rl.types import PlacedImage
@@ -33,43 +33,36 @@ Images = Sequence[Sequence[PlacedImage]]
 class HFState(DecodeState):
     """Share the prefill of the caches, in batches of prompts of equal length.
 
-    `prompts` holds what is cached of each prompt (`_read_prompt`).
+    The target of a prompt is what is cached of it (`_read_prompt`).
     """
 
     decoder: HFForward
 
-    def __init__(self, decoder: HFForward):
-        super().__init__(decoder)
-        self.prompts: list[Any] = []
-
-    def _prefill(self, batch: PromptBatch) -> Tensor:
-        prompts, placed, lengths = batch.prompts, batch.placed_images, batch.lengths
+    def _prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         last: list[Tensor] = [torch.empty(0)] * len(prompts)
-        cached: list[Any] = [None] * len(prompts)
-        reads_all = any(reader is not None for reader in batch.readers)
-        max_tokens = self.decoder.max_batch_tokens(reads_all)
-        for members in self._batch_prompts(lengths, placed, max_tokens):
-            last_only = all(batch.readers[i] is None for i in members)
+        max_tokens = self.decoder.max_batch_tokens(any(prompt.reader for prompt in prompts))
+        for indices in self._batch_prompts(prompts, max_tokens):
+            members = [prompts[i] for i in indices]
             logits, cache = self._forward_prompts(
-                [prompts[i] for i in members], [placed[i] for i in members], last_only
+                [prompt.tokens for prompt in members],
+                [prompt.images for prompt in members],
+                not any(prompt.reader for prompt in members),
             )
-            for row, i in enumerate(members):
+            for row, (i, prompt) in enumerate(zip(indices, members, strict=True)):
+                length = len(prompt.tokens)
                 last[i] = logits[row, -1].float()
-                cached[i] = self._read_prompt(cache, row, prompts[i])
-                if batch.experts is not None and self.decoder.experts is not None:
-                    batch.experts[i] = self.decoder.experts[row, -lengths[i] :]
-                if (reader := batch.readers[i]) is not None:
-                    reader(0, logits[row, -lengths[i] :])
-        self.prompts += cached
+                prompt.target = self._read_prompt(cache, row, prompt.tokens)
+                if self.records_experts and self.decoder.experts is not None:
+                    prompt.experts = self.decoder.experts[row, -length:]
+                if prompt.reader is not None:
+                    prompt.reader(0, logits[row, -length:])
         return torch.stack(last)
 
-    def _batch_prompts(
-        self, lengths: Sequence[int], images: Images, max_tokens: int
-    ) -> list[list[int]]:
+    def _batch_prompts(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
         """Return batches of indices of prompts that share a forward, of at most `max_tokens` tokens
         if it is several.
         """
-        return self.decoder.batch_by_length(lengths, max_tokens)
+        return self.decoder.batch_by_length([len(prompt.tokens) for prompt in prompts], max_tokens)
 
     def _new_cache(self) -> Any:
         """Return an empty cache for a forward."""
@@ -92,9 +85,6 @@ class HFState(DecodeState):
         """Return memory for the logits of a step, [N, V]."""
         size = (rows, self.decoder.vocab_size)
         return torch.empty(size, dtype=torch.float32, device=self.decoder.device)
-
-    def _move_prompts(self, source: np.ndarray) -> None:
-        self.prompts = [self.prompts[slot] for slot in source]
 
 
 @dataclass(slots=True)
@@ -158,8 +148,8 @@ class RecurrentState(HFState):
         self.cache = self._new_cache()
         prompts = np.unique(prompt_of_row)
         at = torch.from_numpy(np.searchsorted(prompts, prompt_of_row)).to(self.decoder.device)
-        for number in range(len(self.prompts[prompts[0]].layers)):
-            read = [self.prompts[prompt].layers[number] for prompt in prompts]
+        for number in range(len(self.prompts[prompts[0]].target.layers)):
+            read = [self.prompts[prompt].target.layers[number] for prompt in prompts]
             before = [running[number]] if running is not None else []
             caches = [*before, *read]
             keys = tuple(
@@ -180,7 +170,7 @@ class RecurrentState(HFState):
             if self._caches_keys()
             else None
         )
-        prompts = [self.prompts[slot] for slot in self.prompt_of_row]
+        prompts = [self.prompts[slot].target for slot in self.prompt_of_row]
         positions = lengths + torch.tensor([prompt.position_shift for prompt in prompts])
         ids = self.decoder.replace_image_tokens(
             torch.from_numpy(tokens)[:, None],
@@ -212,10 +202,9 @@ class PaddedState(RecurrentState):
     batch, with their images.
     """
 
-    def _batch_prompts(
-        self, lengths: Sequence[int], images: Images, max_tokens: int
-    ) -> list[list[int]]:
-        return batch_prompts(lengths, max_tokens, [bool(placed) for placed in images])
+    def _batch_prompts(self, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        return batch_prompts(lengths, max_tokens, [bool(prompt.images) for prompt in prompts])
 
     def _caches_keys(self) -> bool:
         return True
@@ -257,8 +246,8 @@ class PaddedState(RecurrentState):
 class EqualLengthState(HFState):
     """Store batches of rows of equal length in the model's native cache.
 
-    `prompts` holds for each prompt the cache of its prefill batch, which rows copy, and its index
-    in that batch. A group consists of the rows that were added together from the same prefill
+    The target of a prompt is the cache of its prefill batch, which rows copy, and its index in that
+    batch. A group consists of the rows that were added together from the same prefill
     batch.
     """
 
@@ -273,10 +262,11 @@ class EqualLengthState(HFState):
         group, place = np.zeros((2, len(prompt_of_row)), np.int64)
         members: dict[int, list[int]] = {}
         for row, prompt in enumerate(prompt_of_row.tolist()):
-            members.setdefault(id(self.prompts[prompt][0]), []).append(row)
+            members.setdefault(id(self.prompts[prompt].target[0]), []).append(row)
         for rows in members.values():
-            cache = copy.deepcopy(self.prompts[prompt_of_row[rows[0]]][0])
-            cache.reorder_cache(self._index([self.prompts[prompt_of_row[row]][1] for row in rows]))
+            targets = [self.prompts[prompt_of_row[row]].target for row in rows]
+            cache = copy.deepcopy(targets[0][0])
+            cache.reorder_cache(self._index([index for _, index in targets]))
             group[rows], place[rows] = len(self.caches), np.arange(len(rows))
             self.caches.append(cache)
         self.group_of_row = np.concatenate([self.group_of_row, group])
@@ -325,12 +315,9 @@ class RecomputeState(HFState):
     ) -> tuple[Tensor, Any]:
         return self.decoder.plain_forward(prompts, last_only), None
 
-    def _read_prompt(self, cache: Any, row: int, prompt: Sequence[int]) -> list[int]:
-        return list(prompt)
-
     def add_rows(self, prompt_of_row: np.ndarray) -> None:
         super().add_rows(prompt_of_row)
-        self.rows.extend(list(self.prompts[prompt]) for prompt in prompt_of_row)
+        self.rows.extend(list(self.prompts[prompt].tokens) for prompt in prompt_of_row)
 
     def decode(self, tokens: np.ndarray) -> Tensor:
         for row, token in zip(self.rows, tokens.tolist(), strict=True):

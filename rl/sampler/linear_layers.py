@@ -15,8 +15,9 @@ Shapes: N rows (or prompts) first, I inputs, O outputs, R ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,23 +53,15 @@ class LoraSpec:
     ranks: slice
 
 
-@dataclass(frozen=True, slots=True)
-class ProjectionSpec:
-    """Name the buffers that a (fused) linear layer reads."""
-
-    weight: str
-    bias: str | None = None
-    lora_a: str | None = None
-    adapters: tuple[LoraSpec, ...] = ()
+# The adapters of each (fused) linear layer, by its key.
+AdapterSpecs = Mapping[str, Sequence[LoraSpec]]
 
 
-class LoraWeights:
+class LoraWeights(NamedTuple):
     """Hold the adapters of a (fused) linear layer, in their dtype."""
 
-    __slots__ = ("lora_a", "parts")
-
-    def __init__(self, lora_a: Tensor, parts: Sequence[tuple[Tensor, float, slice, slice]]):
-        self.lora_a, self.parts = lora_a, parts
+    lora_a: Tensor
+    parts: Sequence[tuple[Tensor, float, slice, slice]]
 
     def add_(self, x: Tensor, y: Tensor, rows: Tensor | None = None) -> None:
         """Add the adapters' output for x [N, .., I] to y [N, .., O], for all rows or the rows with
@@ -86,7 +79,8 @@ class LoraWeights:
 
 
 class Projection:
-    """Map x [..., I] to [..., O].
+    """Map x [..., I] to [..., O], with the buffers of the names "key.weight", "key.bias" and
+    "key.lora_a" (the last two only where the model has them).
 
     `adapter` applies to every row, `row_lora` (by number) to the rows assigned to them. `may_pack`:
     whether the matrix may be held in a second layout (`get_layout`).
@@ -94,11 +88,10 @@ class Projection:
 
     __slots__ = ("adapter", "bias", "packed_layout", "row_lora", "may_pack", "weight")
 
-    def __init__(self, spec: ProjectionSpec, buffers: dict[str, Tensor]):
-        self.weight = buffers[spec.weight]
-        self.bias = buffers[spec.bias] if spec.bias else None
-        parts = [(buffers[a.b_key], a.scale, a.columns, a.ranks) for a in spec.adapters]
-        self.adapter = LoraWeights(buffers[spec.lora_a], parts) if spec.lora_a else None
+    def __init__(self, key: str, buffers: Mapping[str, Tensor], adapters: AdapterSpecs):
+        self.weight, self.bias = buffers[f"{key}.weight"], buffers.get(f"{key}.bias")
+        parts = [(buffers[a.b_key], a.scale, a.columns, a.ranks) for a in adapters.get(key, ())]
+        self.adapter = LoraWeights(buffers[f"{key}.lora_a"], parts) if parts else None
         self.row_lora: dict[int, LoraWeights] = {}
         self.may_pack = False
         self.packed_layout: tuple[int, Tensor] | None = None
@@ -140,8 +133,9 @@ class HeadProjection(Projection):
 
     def __init__(
         self,
-        spec: ProjectionSpec,
-        buffers: dict[str, Tensor],
+        key: str,
+        buffers: Mapping[str, Tensor],
+        adapters: AdapterSpecs,
         vocab_size: int,
         tp_group: TensorParallelGroup | None,
         softcap: float,
@@ -149,7 +143,7 @@ class HeadProjection(Projection):
         """Build the head; `vocab_size` is the size of the vocabulary if the tensor-parallel group
         shards it.
         """
-        super().__init__(spec, buffers)
+        super().__init__(key, buffers, adapters)
         self.softcap = softcap
         self.tp_group, self.vocab_size, self.outputs = tp_group, vocab_size, vocab_size
 
@@ -227,19 +221,13 @@ def _lora_vectors(ids: Tensor, adapter: tuple[Tensor, Tensor, float]) -> Tensor:
     return F.linear(F.embedding(ids, a_RV.T), b_ER) * scale
 
 
-def group_rows_by_adapter(
-    adapters: Sequence[int], prompts: Iterable[int], device: torch.device
-) -> RowAdapters | None:
-    """Group rows by adapter. `adapters`: the adapter's number for each prompt; empty if the decoder
-    does not mix adapters, and the result is None. `prompts`: the prompt of each row.
-    """
-    if not adapters:
-        return None
+def group_rows_by_adapter(adapters: Sequence[int], device: torch.device) -> RowAdapters:
+    """Group rows by adapter. `adapters`: the number of each row's."""
     rows_of: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        rows_of.setdefault(adapters[prompt], []).append(row)
+    for row, adapter in enumerate(adapters):
+        rows_of.setdefault(adapter, []).append(row)
     if len(rows_of) == 1:
-        return [(next(iter(rows_of)), None)]
+        return [(adapters[0], None)]
     return [(number, torch.tensor(rows, device=device)) for number, rows in rows_of.items()]
 
 

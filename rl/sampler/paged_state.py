@@ -8,7 +8,8 @@ prompts, N rows, K key heads, S positions of a block, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,13 +23,14 @@ from rl.sampler.block_manager import (
     RowBlockTable,
     make_block_tables,
 )
-from rl.sampler.decode_state import BatchSize, PromptBatch, send_to_device
+from rl.sampler.decode_state import BatchSize, Prompt, pad_right, send_to_device
 from rl.sampler.fast_state import FastState, StoreSuffixes
-from rl.sampler.forward_fast import Attend, FastForward
+from rl.sampler.forward_fast import Attend, FastForward, StoreKeyValues
 from rl.sampler.prefix_attention import SuffixBatch
 from rl.sampler.prefix_cache import Hashes
 
 BlockTable = PromptBlockTable | RowBlockTable
+T = TypeVar("T", PromptBlockTable, RowBlockTable)
 BLOCK_SIZE = 256  # positions: the block size of torch's varlen attention
 
 
@@ -67,61 +69,54 @@ class PagedState(FastState):
         pool = self.block_manager.pool
         return (len(pool.ref_counts) - pool.num_free) * self.block_size
 
-    def _prefill(self, batch: PromptBatch) -> Tensor:
-        tables = [PromptBlockTable(length) for length in batch.lengths]
-        self.block_manager.prompts += tables
-        return self._fill(batch, tables)
+    def _prefill(self, prompts: Sequence[Prompt]) -> Tensor:
+        for prompt in prompts:
+            prompt.target = PromptBlockTable(len(prompt.tokens))
+            self.block_manager.prompts.append(prompt.target)
+        return self._fill(prompts)
 
-    def _prefill_whole(
-        self,
-        batch: PromptBatch,
-        members: Sequence[int],
-        targets: Sequence[BlockTable],
-        logits_PV: Tensor,
-    ) -> None:
-        lengths = batch.lengths
+    def _store_prompts(self) -> StoreKeyValues:
         slots: dict[int, Tensor] = {}  # by the first prompt of a batch, equal in all layers
 
-        def keep(layer: int, members: list[int], k: Tensor, v: Tensor) -> None:
-            if members[0] not in slots:
-                slots[members[0]] = self._locate_slots(
-                    [lengths[i] for i in members], [targets[i].block_table for i in members]
-                )
-            append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], slots[members[0]])
+        def store(layer: int, members: list[Prompt], k: Tensor, v: Tensor) -> None:
+            first = id(members[0])
+            if first not in slots:
+                slots[first] = self._locate_slots(members)
+            append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], slots[first])
 
-        self.decoder.forward_prompts(batch, members, keep, logits_PV)
+        return store
 
     def _count_cached(self, hashes: Hashes) -> int:
         return self.block_manager.count_cached(hashes)
 
-    def _start_prompt(
-        self, target: BlockTable, length: int, hashes: Hashes
-    ) -> tuple[int, np.ndarray | None]:
-        allocation = self.block_manager.allocate_table(length, hashes)
-        target.block_table = allocation.block_table
+    def _start_prompt(self, prompt: Prompt, hashes: Hashes) -> None:
+        allocation = self.block_manager.allocate_table(len(prompt.tokens), hashes)
+        prompt.target.block_table = allocation.block_table
+        prompt.reused, prompt.experts = allocation.positions, allocation.experts
         self._copies.append(allocation.copy)
-        return allocation.positions, allocation.experts
 
     def _copy_prefixes(self) -> None:
         self.copy_blocks(self._copies)
         self._copies = []
 
-    def _register(self, target: BlockTable, hashes: Hashes, experts: np.ndarray | None) -> None:
-        self.block_manager.register(target.block_table, hashes, experts)
+    def _register(self, prompt: Prompt) -> None:
+        self.block_manager.register(prompt.target.block_table, prompt.hashes, prompt.experts)
 
     def cache_row(self, row: int, hashes: Hashes) -> None:
-        self._register(self.block_manager.rows[row], hashes, self.experts_of_row(row))
+        table = self.block_manager.rows[row].block_table
+        self.block_manager.register(table, hashes, self.experts_of_row(row))
 
     def forget_prefixes(self) -> None:
         self.block_manager.pool.forget_all()
 
-    def _locate_slots(self, lengths: list[int], tables: Sequence[Sequence[int]]) -> Tensor:
+    def _locate_slots(self, prompts: list[Prompt]) -> Tensor:
         """Return the places of the prompts' positions in the cache, as `append_to_cache` takes
         them, on the device: [prompts, longest].
         """
+        lengths = [len(prompt.tokens) for prompt in prompts]
         slots = np.full((len(lengths), max(lengths)), -1, np.int64)
-        for i, (length, table) in enumerate(zip(lengths, tables, strict=True)):
-            pages = np.array(table, np.int64)[:, None] * self.block_size
+        for i, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+            pages = np.array(prompt.target.block_table, np.int64)[:, None] * self.block_size
             slots[i, :length] = (pages + np.arange(self.block_size)).flatten()[:length]
         return send_to_device(torch.from_numpy(slots), self.decoder.device)
 
@@ -135,9 +130,7 @@ class PagedState(FastState):
         blocks.
         """
         tables = [target.block_table for target in targets]
-        width = max(map(len, tables))
-        padded = [[*blocks, *[0] * (width - len(blocks))] for blocks in tables]
-        table_BP = torch.tensor(padded).to(self.decoder.device)
+        table_BP = pad_right(tables).to(self.decoder.device)
         position_X = batch.position_X
         page_X = table_BP[batch.row_index_X, position_X // self.block_size]
         place_X = position_X % self.block_size
@@ -164,33 +157,26 @@ class PagedState(FastState):
         self,
         slot: int,
         fed: Sequence[int],
-        prompt_length: int,
-        adapter_id: int | None = None,
+        prompt: Prompt,
         experts: np.ndarray | None = None,
         hashes: Hashes = (),
     ) -> None:
         """Resume a preempted row: prefill prompt and response so far (all fed tokens) into blocks
-        of the row. `slot`: that of its prompt. If it is the first free slot, the prompt is added
+        of the row. `slot`: that of its prompt. If it is the first free slot, `prompt` is added
         there, without blocks. `experts`: those with which the tokens were sampled. `hashes`: of the
         tokens' chunks.
         """
         manager = self.block_manager
-        if slot == len(manager.prompts):
-            manager.prompts.append(PromptBlockTable(prompt_length))
-            adapter_ids = [adapter_id or 0] if self.decoder.multi_adapter else []
-            prompt_experts = [] if experts is None else [experts[:prompt_length]]
-            self._append_prompts([prompt_length], adapter_ids, prompt_experts)
+        if slot == len(self.prompts):
+            prompt.target = PromptBlockTable(len(prompt.tokens))
+            manager.prompts.append(prompt.target)
+            self._append_prompts([prompt])
         row = manager.add_resumed_row(slot, len(fed))
-        batch = PromptBatch(
-            [fed], [None], adapter_ids=self.prompt_adapters[slot : slot + 1], hashes=[hashes]
-        )
-        if self.records_experts:
-            batch.experts = {}
-        self._fill(batch, [row])
+        self._fill([Prompt(fed, adapter_id=prompt.adapter_id, hashes=hashes, target=row)])
         super().add_rows(np.array([slot]))
-        self.response_lengths[-1] = len(fed) - prompt_length
+        self.response_lengths[-1] = len(fed) - len(prompt.tokens)
         if experts is not None:
-            self._row_experts[-1] = list(experts[prompt_length:])
+            self._row_experts[-1] = list(experts[len(prompt.tokens) :])
 
     def _make_attention(self, positions: np.ndarray, rows: np.ndarray | None = None) -> Attend:
         decoder, device, manager = self.decoder, self.decoder.device, self.block_manager
@@ -239,15 +225,16 @@ class PagedState(FastState):
             kv.nan_to_num_(0.0, 0.0, 0.0)
 
     def _move_rows(self, source: np.ndarray) -> None:
-        surviving = set(source.tolist())
-        for i, row in enumerate(self.block_manager.rows):
-            if i not in surviving:
-                self.block_manager.drop_row(row)
-        self.block_manager.rows = [self.block_manager.rows[i] for i in source]
+        manager = self.block_manager
+        manager.rows = _retain(manager.rows, source, manager.drop_row)
 
     def _move_prompts(self, source: np.ndarray) -> None:
-        surviving = set(source.tolist())
-        for i, prompt in enumerate(self.block_manager.prompts):
-            if i not in surviving:
-                self.block_manager.drop_prompt(prompt)
-        self.block_manager.prompts = [self.block_manager.prompts[i] for i in source]
+        manager = self.block_manager
+        manager.prompts = _retain(manager.prompts, source, manager.drop_prompt)
+
+
+def _retain(tables: list[T], source: np.ndarray, drop: Callable[[T], None]) -> list[T]:
+    """Return the tables of `source`, in that order, after calling `drop` with the others."""
+    for i in sorted(set(range(len(tables))) - set(source.tolist())):
+        drop(tables[i])
+    return [tables[i] for i in source]

@@ -10,7 +10,6 @@ query heads, K key heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 
 from kernels import UNBOUNDED, AttentionBounds
 from kernels.device_checks import check_mm_to_fp32
+from rl.sampler.decode_state import pad_right
 
 # Number of (row, prompt position) pairs that a band may waste. This costs less than the fixed cost
 # of another band.
@@ -27,7 +27,6 @@ _MAX_BANDS = 8
 _QUERY_BLOCK = 256  # queries of a prompt whose bounded attention is computed at a time
 
 
-@dataclass(frozen=True, slots=True)
 class PromptBand:
     """Hold neighboring prompts of similar length and row count as a padded grid [P, G] of cells.
 
@@ -36,13 +35,32 @@ class PromptBand:
     is True past the end of a prompt (None: all prompts are `length` long).
     """
 
-    first: int
-    prompts: int
-    width: int
-    length: int
-    rows_n: Tensor | None
-    cell_n: Tensor | None
-    hidden_PL: Tensor | None
+    def __init__(
+        self,
+        first: int,
+        end: int,
+        prompt_of_row: np.ndarray,
+        counts: np.ndarray,
+        lengths: np.ndarray,
+        device: torch.device,
+    ):
+        """Build the band of the prompts `first` to `end` - 1."""
+        rows = np.flatnonzero((prompt_of_row >= first) & (prompt_of_row < end))
+        slots, counts, lengths = prompt_of_row[rows] - first, counts[first:end], lengths[first:end]
+        self.first, self.prompts = first, end - first
+        self.width, self.length = int(counts.max()), int(lengths.max())
+        order = np.argsort(slots, kind="stable")
+        member = np.empty(len(slots), np.int64)  # index of each row among the rows of its prompt
+        member[order] = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
+        cell = slots * self.width + member
+        hidden = np.arange(self.length) >= lengths[:, None]
+        in_place = self.prompts * self.width == len(cell) and np.array_equal(
+            cell, np.arange(len(cell))
+        )
+        is_whole = len(rows) == len(prompt_of_row)
+        self.rows_n = None if is_whole else torch.from_numpy(rows).to(device)
+        self.cell_n = None if in_place else torch.from_numpy(cell).to(device)
+        self.hidden_PL = torch.from_numpy(hidden).to(device) if hidden.any() else None
 
     def compute_scores(self, q_NHrD: Tensor, prompt_k: Tensor, softcap: float = 0.0) -> Tensor:
         """Return the attention scores of the band's rows on their prompts, float32 [n, H, r, L].
@@ -114,39 +132,10 @@ def make_bands(
         slack *= 2
     ends = [*starts[1:], len(lengths)]
     bands = [
-        _make_band(first, end, prompt_of_row, counts, lengths, device)
+        PromptBand(first, end, prompt_of_row, counts, lengths, device)
         for first, end in zip(starts, ends, strict=True)
     ]
     return [band for band in bands if band.width]
-
-
-def _make_band(
-    first: int,
-    end: int,
-    prompt_of_row: np.ndarray,
-    counts: np.ndarray,
-    lengths: np.ndarray,
-    device: torch.device,
-) -> PromptBand:
-    """Build the band of the prompts `first` to `end` - 1."""
-    rows = np.flatnonzero((prompt_of_row >= first) & (prompt_of_row < end))
-    slots, counts, lengths = prompt_of_row[rows] - first, counts[first:end], lengths[first:end]
-    width, longest = int(counts.max()), int(lengths.max())
-    order = np.argsort(slots, kind="stable")
-    member = np.empty(len(slots), np.int64)  # index of each row among the rows of its prompt
-    member[order] = np.arange(len(slots)) - np.repeat(np.cumsum(counts) - counts, counts)
-    cell = slots * width + member
-    hidden = np.arange(longest) >= lengths[:, None]
-    in_place = (end - first) * width == len(cell) and bool((cell == np.arange(len(cell))).all())
-    return PromptBand(
-        first,
-        end - first,
-        width,
-        longest,
-        rows_n=None if len(rows) == len(prompt_of_row) else torch.from_numpy(rows).to(device),
-        cell_n=None if in_place else torch.from_numpy(cell).to(device),
-        hidden_PL=torch.from_numpy(hidden).to(device) if hidden.any() else None,
-    )
 
 
 def disable_cudnn_attention() -> None:
@@ -264,42 +253,27 @@ def shared_attention(
     return out
 
 
-@dataclass(frozen=True, slots=True)
 class SuffixBatch:
     """Hold the new tokens of B cached prompts, padded on the right, and their positions."""
 
-    ids_BT: Tensor
-    position_BT: Tensor
-    row_index_X: Tensor  # row of each new token in ids_BT
-    column_index_X: Tensor  # column of each new token in ids_BT
-    last_B: Tensor  # column of each row's last token
-    max_positions: int  # positions of the longest prompt, new tokens included
-    rope_positions: int  # positions that the rotary table must have
-    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # see `_visible`
-
-    @classmethod
-    def pad(
-        cls, lengths: np.ndarray, suffixes: Sequence[Sequence[int]], device: torch.device
-    ) -> SuffixBatch:
+    def __init__(
+        self, lengths: np.ndarray, suffixes: Sequence[Sequence[int]], device: torch.device
+    ):
         """Pad suffixes that follow the `lengths` cached positions of their prompts [B]."""
         start_B = torch.from_numpy(lengths)
         counts_B = torch.tensor([len(suffix) for suffix in suffixes])
-        longest = int(counts_B.max())
-        ids_BT = torch.tensor([[*suffix, *[0] * (longest - len(suffix))] for suffix in suffixes])
-        row_index_X, column_index_X = torch.nonzero(
-            torch.arange(longest) < counts_B[:, None], as_tuple=True
-        )
-        position_BT = (start_B[:, None] + torch.arange(longest)).to(device)
-        max_positions = int((start_B + counts_B).max())
-        return cls(
-            ids_BT.to(device),
-            position_BT,
-            row_index_X.to(device),
-            column_index_X.to(device),
-            (counts_B - 1).to(device),
-            max_positions,
-            int(start_B.max()) + longest,
-        )
+        self.ids_BT = pad_right(suffixes).to(device)
+        offset_T = torch.arange(self.ids_BT.shape[1])
+        self.position_BT = (start_B[:, None] + offset_T).to(device)
+        # row and column of each new token in ids_BT
+        row_X, column_X = torch.nonzero(offset_T < counts_B[:, None], as_tuple=True)
+        self.row_index_X, self.column_index_X = row_X.to(device), column_X.to(device)
+        self.last_B = (counts_B - 1).to(device)  # column of each row's last token
+        # positions of the longest prompt, new tokens included
+        self.max_positions = int((start_B + counts_B).max())
+        # positions that the rotary table must have
+        self.rope_positions = int(start_B.max()) + len(offset_T)
+        self.masks: dict[tuple[int, int], Tensor] = {}  # see `_visible`
 
     @property
     def position_X(self) -> Tensor:

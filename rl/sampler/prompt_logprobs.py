@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.sampler.decode_state import PromptBatch
+from rl.sampler.decode_state import Prompt
 from rl.sampler.decoder import Decoder
 from rl.types import PlacedImage
 
@@ -44,7 +44,7 @@ class PromptLogprobs:
         self.targets = targets
         self.target_logprobs = None if targets is None else np.zeros(targets.shape, np.float32)
 
-    def add_logits(self, first_position: int, logits_TV: Tensor) -> None:
+    def __call__(self, first_position: int, logits_TV: Tensor) -> None:
         """Process the logits of positions first_position, first_position + 1, ...
 
         The prompt's last position predicts none of its tokens.
@@ -83,7 +83,8 @@ def score_sequences(
     Entry 0 is None. Raises ValueError if a sequence is empty or exceeds the model's context.
     """
     readers = [PromptLogprobs([int(token) for token in prompt], temperature) for prompt in prompts]
-    for prompt, placed in zip(prompts, images, strict=True) if any(images) else ():
+    placed_images = images if any(images) else [()] * len(prompts)
+    for prompt, placed in zip(prompts, placed_images, strict=True):
         decoder.check_images(prompt, placed)
     for prompt in prompts:
         if not len(prompt):
@@ -100,10 +101,9 @@ def score_sequences(
         # The last token predicts nothing and is not fed, as in a learner's forward: the rotary
         # frequencies may depend on the length.
         decoder.read_prompts(
-            PromptBatch(
-                [reader.prompt[:-1] or reader.prompt for reader in readers],
-                [reader.add_logits for reader in readers],
-                images if any(images) else (),
-            )
+            [
+                Prompt(reader.prompt[:-1] or reader.prompt, reader, placed)
+                for reader, placed in zip(readers, placed_images, strict=True)
+            ]
         )
     return [reader.logprobs for reader in readers]

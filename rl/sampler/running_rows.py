@@ -28,6 +28,7 @@ _HALF = np.uint64(32)
 _ROUNDS = 10
 _MASK64 = (1 << 64) - 1
 _UNIFORMS_AHEAD = 16
+_NEWEST = np.iinfo(np.int64).min  # in place of the version of tokens of the newest weights
 # a column for each parameter that is a number or a flag, by name
 _PARAM_COLUMNS: dict[str, Any] = {
     parameter.name: type(parameter.default)
@@ -71,11 +72,12 @@ class RunningRows:
         }
         self._tokens = np.zeros((0, 16), np.int64)  # [buffers, longest response so far, rounded up]
         self._logprobs = np.zeros((0, 16), np.float64)
+        self._versions = np.zeros((0, 16), np.int64)  # of the weights, see `record_version`
         self._free_buffers = np.zeros(0, np.int64)
         # [rows, tokens from `first_uniform` on]: generated ahead, as each call has a fixed cost
         self._uniforms: np.ndarray | None = None
-        # by buffer: (tokens, version) of those sampled before the weights changed
-        self._version_ends: dict[int, list[tuple[int, int]]] = {}
+        # `RowSamplingSettings` of these rows, made when they are sampled
+        self.settings: Any = None
 
     def __len__(self) -> int:
         return len(self._fields["request_id"])
@@ -105,8 +107,7 @@ class RunningRows:
         new["index"] = (new["sample"] + first_index).astype(np.uint64)
         new["num_sampled"] = new["first_uniform"] = np.zeros(len(first_index), np.int64)
         new["buffer"] = self._take_buffers(len(first_index))
-        for buffer in new["buffer"].tolist():
-            self._version_ends.pop(buffer, None)
+        self._versions[new["buffer"]] = _NEWEST
         self.restore(new)
 
     def resume(self, row: int, resume_from: SampledSequence) -> None:
@@ -118,36 +119,26 @@ class RunningRows:
             resume_from.tokens,
             resume_from.logprobs,
         )
+        self._versions[buffer, :count] = resume_from.versions or resume_from.version or 0
         self._fields["num_sampled"][row] = count
-        versions = resume_from.versions or [resume_from.version or 0] * count
-        ends = [i for i in range(1, count + 1) if i == count or versions[i] != versions[i - 1]]
-        self._version_ends[buffer] = [(end, versions[end - 1]) for end in ends]
 
     def record_version(self, version: int, preempted: Sequence[dict[str, np.ndarray]] = ()) -> None:
         """Record that every row's tokens since the last call were sampled by version `version`.
 
-        `preempted`: the fields of rows removed with `preempt`.
+        `preempted`: the fields of preempted rows.
         """
-        every = [self._fields, *preempted]
-        buffers, lengths = (
-            np.concatenate([fields[name] for fields in every]).tolist()
-            for name in ("buffer", "num_sampled")
-        )
-        for buffer, num_sampled in zip(buffers, lengths, strict=True):
-            if num_sampled:
-                self._version_ends.setdefault(buffer, []).append((num_sampled, version))
+        for rows in (self._fields, *preempted):
+            versions = self._versions[rows["buffer"]]
+            is_sampled = np.arange(versions.shape[1]) < rows["num_sampled"][:, None]
+            versions[is_sampled & (versions == _NEWEST)] = version
+            self._versions[rows["buffer"]] = versions
 
     def versions(self, row: int, newest: int) -> list[int]:
         """Return the weight version that sampled each token of a row; `newest` is the newest
         version.
         """
-        versions: list[int] = []
-        for end, version in [
-            *self._version_ends.get(int(self["buffer"][row]), ()),
-            (int(self["num_sampled"][row]), newest),
-        ]:
-            versions += [version] * (end - len(versions))
-        return versions
+        versions = self._versions[self["buffer"][row], : self["num_sampled"][row]]
+        return np.where(versions == _NEWEST, newest, versions).tolist()
 
     def _take_buffers(self, count: int) -> np.ndarray:
         """Take `count` free buffers, adding buffers if too few are free."""
@@ -165,6 +156,7 @@ class RunningRows:
         """Add `height` buffers, and `width` tokens to each buffer."""
         self._tokens = np.pad(self._tokens, ((0, height), (0, width)))
         self._logprobs = np.pad(self._logprobs, ((0, height), (0, width)))
+        self._versions = np.pad(self._versions, ((0, height), (0, width)), constant_values=_NEWEST)
 
     def last_tokens(self) -> np.ndarray:
         """Return the newest token of each row; every row must have at least 1 token."""
@@ -206,10 +198,19 @@ class RunningRows:
         """
         index = index_in_row(rows)
         self.next_uniforms(int(index.max(initial=0)))
-        view = copy.copy(self)
-        view._fields = {name: values[rows] for name, values in self._fields.items()}
+        view = self._view(rows)
         view._uniforms = self._uniforms[rows] if self._uniforms is not None else None
         view.advance(index)
+        return view
+
+    def newest(self, count: int) -> RunningRows:
+        """Return a view of the newest `count` rows, to be read only."""
+        return self._view(slice(len(self) - count, None))
+
+    def _view(self, rows: np.ndarray | slice) -> RunningRows:
+        """Return a view with an entry for each of `rows`."""
+        view = copy.copy(self)
+        view._fields, view._uniforms, view.settings = self.select(rows), None, None
         return view
 
     def write_ahead(self, rows: np.ndarray, tokens: np.ndarray) -> None:
@@ -236,13 +237,6 @@ class RunningRows:
     def advance(self, counts: np.ndarray | int) -> None:
         """Count `counts` more tokens of each row."""
         self._fields["num_sampled"] = self["num_sampled"] + counts
-
-    def newest(self, count: int) -> RunningRows:
-        """Return a view of the newest `count` rows, to be read only."""
-        view = copy.copy(self)
-        view._fields = {name: values[len(self) - count :] for name, values in self._fields.items()}
-        view._uniforms = None
-        return view
 
     def response(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a row's tokens and logprobs so far (views)."""
@@ -271,27 +265,26 @@ class RunningRows:
         self._free_buffers = np.concatenate([self._free_buffers, freed])
         self.reorder(source)
 
-    def preempt(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the fields of rows to be preempted; they keep their buffers.
-
-        The rows leave with `reorder` and return with `restore`.
+    def select(self, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
+        """Return the fields of some rows. Preempted rows leave with `reorder`, keep their buffers,
+        and return with `restore`.
         """
         return {name: values[rows] for name, values in self._fields.items()}
 
     def release(self, fields: dict[str, np.ndarray]) -> None:
-        """Free the buffers of rows with these fields, from `preempt`."""
+        """Free the buffers of rows with these fields, from `select`."""
         self._free_buffers = np.concatenate([self._free_buffers, fields["buffer"]])
 
     def restore(self, fields: dict[str, np.ndarray]) -> None:
-        """Append the rows with these fields, from `preempt`."""
-        self._uniforms = None
+        """Append the rows with these fields, from `select`."""
+        self._uniforms = self.settings = None
         self._fields = {
             name: np.concatenate([self._fields[name], fields[name]]) for name in _FIELDS
         }
 
     def reorder(self, source: np.ndarray) -> None:
         """Keep the rows of `source`, in that order; removed rows keep their buffers."""
-        self._fields = {name: values[source] for name, values in self._fields.items()}
+        self._fields, self.settings = self.select(source), None
         if self._uniforms is not None:
             self._uniforms = self._uniforms[source]
 

@@ -14,7 +14,7 @@ reads the last ones.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,6 @@ from rl.sampler.scheduler import Scheduler
 from rl.sampler.speculative_decoder import SpeculativeDecoder
 from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
 from rl.sampler.token_sampling import (
-    RowSamplingSettings,
     find_adjusted_rows,
     find_truncated_rows,
     make_row_settings,
@@ -251,38 +250,33 @@ class Engine(Scheduler):
         if not logits:
             return []
         logits_NV = logits[0] if len(logits) == 1 else torch.cat([part.float() for part in logits])
-        if self._settings is None:
-            self._settings = self._make_settings(self._rows)
-        return self._sample_rows(logits_NV, self._rows.next_uniforms(), self._settings, self._rows)
+        return self._sample_rows(logits_NV, self._rows)
 
     def _verify(self, speculation: SpeculativeDecoder, rows: RunningRows) -> list[FinishedRequest]:
         """Feed the rows' last tokens and their drafts, and sample a token after each. `rows`: an
         entry for each token that is fed.
         """
-        logits_XV = speculation.feed(rows)
-        settings = self._make_settings(rows)
-        tokens, logprobs = self._sample(logits_XV, rows.next_uniforms(), settings, rows)
+        tokens, logprobs = self._sample(speculation.feed(rows), rows)
         self._count_step(len(tokens))
         drafts = rows.next_tokens()
         rows.replace_next(tokens, logprobs)
-        ended, stopped = self._find_ended(tokens, rows)
+        ended, stopped = self._find_ended(rows)
         last = speculation.accept(tokens == drafts, ended)
         return self._retire(ended[last], stopped[last])
 
-    def _sample_rows(
-        self,
-        logits_NV: Tensor,
-        uniform_N: np.ndarray,
-        settings: RowSamplingSettings,
-        rows: RunningRows,
-    ) -> list[FinishedRequest]:
+    def _sample_rows(self, logits_NV: Tensor, rows: RunningRows) -> list[FinishedRequest]:
         """Sample a token of each of `rows`, which are the newest rows or all, and remove the rows
         that end. No other row ends: it would have ended with its last token.
         """
-        tokens, logprobs = self._sample(logits_NV, uniform_N, settings, rows)
+        return self._retire(*self._record_tokens(*self._sample(logits_NV, rows)))
+
+    def _record_tokens(
+        self, tokens: np.ndarray, logprobs: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Append a token to each of the newest rows; return `_find_ended` of all rows."""
         self._rows.record(tokens, logprobs)
         self._count_step(len(tokens))
-        return self._retire(*self._find_ended(self._rows.last_tokens(), self._rows))
+        return self._find_ended(self._rows)
 
     def _count_step(self, sampled: int) -> None:
         """Count a step in which this number of rows got a token."""
@@ -290,21 +284,16 @@ class Engine(Scheduler):
         self.counters.decoded_rows += sampled
         self.counters.peak_rows = max(self.counters.peak_rows, len(self._rows))
 
-    def _make_settings(self, rows: RunningRows) -> RowSamplingSettings:
-        return make_row_settings(rows, vocab=self.decoder.vocab_size, device=self.decoder.device)
-
-    def _sample(
-        self,
-        logits_NV: Tensor,
-        uniform_N: np.ndarray,
-        settings: RowSamplingSettings,
-        rows: RunningRows,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Sample a token and its logprob for each of `rows`, which are the newest rows or all."""
+    def _sample(self, logits_NV: Tensor, rows: RunningRows) -> tuple[np.ndarray, np.ndarray]:
+        """Sample a token and its logprob for each of `rows`: all rows, or a view of some."""
+        if rows.settings is None:
+            rows.settings = make_row_settings(
+                rows, vocab=self.decoder.vocab_size, device=self.decoder.device
+            )
         tokens, logprobs = sample_next_tokens(
             logits_NV,
-            torch.from_numpy(uniform_N).to(logits_NV.device),
-            settings,
+            torch.from_numpy(rows.next_uniforms()).to(logits_NV.device),
+            rows.settings,
             rows,
             self._running,
         )
@@ -314,17 +303,19 @@ class Engine(Scheduler):
             .cpu()
             .numpy()
         )
-        chosen, bad = sampled[0].astype(np.int64), np.isnan(sampled[1])
-        if bad.any():
-            self._handle_non_finite(chosen, bad, rows)
+        chosen = sampled[0].astype(np.int64)
+        self._handle_non_finite(chosen, sampled[1], rows)
         return chosen, sampled[1]
 
     def _handle_non_finite(
-        self, tokens: np.ndarray, non_finite: np.ndarray, rows: RunningRows
+        self, tokens: np.ndarray, logprobs: np.ndarray, rows: RunningRows
     ) -> None:
         """Handle rows with NaN or infinite logits: of several models, record an error for each of
         their requests, and set their tokens to 0. Raises FloatingPointError for a single model.
         """
+        non_finite = np.isnan(logprobs)
+        if not non_finite.any():
+            return
         numbers = sorted(set(rows["request_id"][non_finite].tolist()))
         if not self.decoder.multi_adapter:
             self._has_non_finite = True
@@ -332,11 +323,11 @@ class Engine(Scheduler):
         self._errors |= {number: make_divergence_error([number]) for number in numbers}
         tokens[non_finite] = 0  # these rows are removed at the end of this step
 
-    def _find_ended(self, tokens: np.ndarray, rows: RunningRows) -> tuple[np.ndarray, np.ndarray]:
-        """Return which rows end with the last token, and which of them end because of a stop
+    def _find_ended(self, rows: RunningRows) -> tuple[np.ndarray, np.ndarray]:
+        """Return which rows end with their last token, and which of them end because of a stop
         condition.
         """
-        stopped = self._stops.table[rows["stop_row"], tokens]
+        stopped = self._stops.table[rows["stop_row"], rows.last_tokens()]
         for row in np.flatnonzero(rows["has_strings"] & ~stopped).tolist():
             strings = self._running[int(rows["request_id"][row])].stop.strings
             assert self._stop_strings is not None  # `add` rejects strings without a tokenizer
@@ -349,57 +340,57 @@ class Engine(Scheduler):
             return []
         if self.is_paged:
             self._lengths.record(self._rows["num_sampled"][ended], stopped[ended])
-        ended_rows = np.flatnonzero(ended)
-        finished: list[FinishedRequest] = []
-        lists, switch = self._rows.responses(ended_rows), self.decoder.length_switch
-        owners = zip(
-            ended_rows.tolist(),
-            self._rows["request_id"][ended_rows].tolist(),
-            self._rows["sample"][ended_rows].tolist(),
-            lists,
-            strict=True,
-        )
-        for row, request_id, sample, (tokens, logprobs) in owners:
-            group = self._running[request_id]
-            sequence = SampledSequence(tokens, logprobs, "stop" if stopped[row] else "length")
-            self._describe_sample(row, group.request, sequence)
-            sequence.temperature = group.request.params.temperature
-            sequence.beyond = switch is not None and len(group.request.prompt) > switch.threshold
-            group.sequences[sample] = sequence
-            if request_id not in self._errors and self._may_continue(group):
+        finished, switch = list[FinishedRequest](), self.decoder.length_switch
+        for row, group, sequence in self._read_samples(np.flatnonzero(ended)):
+            request, tokens = group.request, sequence.tokens
+            if stopped[row]:
+                sequence.stop_reason = "stop"
+            sequence.temperature = request.params.temperature
+            sequence.beyond = switch is not None and len(request.prompt) > switch.threshold
+            group.sequences[int(self._rows["sample"][row])] = sequence
+            if group.request_id not in self._errors and self._may_continue(group):
                 fed = group.num_resumed + int(self._state.response_lengths[row])
-                self._cache_row(row, group, (*group.request.prompt, *tokens[:fed]))
+                self._cache_row(row, group, (*request.prompt, *tokens[:fed]))
             group.num_unfinished -= 1
             self.counters.emitted_tokens += len(tokens)
             if group.num_unfinished == 0:
                 del self._running[group.request_id]
                 finished.append(FinishedRequest(group.request_id, group.make_response()))
-        self.counters.finished_samples += len(ended_rows)
+        self.counters.finished_samples += int(ended.sum())
         self._remove_rows(ended)
         return finished
 
-    def _describe_sample(
-        self, row: int, request: SamplingRequest, sequence: SampledSequence
-    ) -> None:
-        """Record the weight version in a sample (the oldest, and the version of each token if they
-        differ), and the experts of its tokens if these are recorded.
+    def _read_samples(
+        self, rows: np.ndarray
+    ) -> Iterator[tuple[int, SequenceGroup, SampledSequence]]:
+        """Yield each of `rows`, its request and its tokens so far, with their weight version (the
+        oldest, and the version of each token if they differ) and their experts if these are
+        recorded.
 
         Rows after the running rows are the preempted rows. Tokens that were sampled elsewhere, and
         are only prefilled here, keep the experts of their sampling.
         """
-        if isinstance(self.decoder, MultiAdapterDecoder):
-            sequence.version = self.decoder.versions[request.adapter_id or 0]
-        else:
-            versions = self._rows.versions(row, self.version)
-            sequence.version = min(versions, default=self.version)
-            sequence.versions = versions if len(set(versions)) > 1 else None
-        if self.records_experts:
-            later, resumed = row - len(self._state.prompt_of_row), request.resume_from
-            sequence.experts = (
-                self._state.experts_of_row(row) if later < 0 else self._preempted[later].experts
-            )
-            if resumed is not None and resumed.experts is not None and sequence.experts is not None:
-                sequence.experts[: len(resumed.experts)] = resumed.experts
+        for row, lists in zip(rows.tolist(), self._rows.responses(rows), strict=True):
+            group = self._running[int(self._rows["request_id"][row])]
+            request, sequence = group.request, SampledSequence(*lists, "length")
+            if isinstance(self.decoder, MultiAdapterDecoder):
+                sequence.version = self.decoder.versions[request.adapter_id or 0]
+            else:
+                versions = self._rows.versions(row, self.version)
+                sequence.version = min(versions, default=self.version)
+                sequence.versions = versions if len(set(versions)) > 1 else None
+            if self.records_experts:
+                later, resumed = row - len(self._state.prompt_of_row), request.resume_from
+                sequence.experts = (
+                    self._state.experts_of_row(row) if later < 0 else self._preempted[later].experts
+                )
+                if (
+                    resumed is not None
+                    and resumed.experts is not None
+                    and sequence.experts is not None
+                ):
+                    sequence.experts[: len(resumed.experts)] = resumed.experts
+            yield row, group, sequence
 
     # ------------------------------------------------------------------------------- device steps
 
@@ -412,9 +403,7 @@ class Engine(Scheduler):
         """Admit requests and sample their first tokens, or run steps of all rows on the device."""
         if self._may_admit() and (logits := self._admit()):
             logits_NV = torch.cat(logits)
-            rows = self._rows.newest(len(logits_NV))
-            uniform_N = rows.uniforms_ahead(1)[0]
-            return self._sample_rows(logits_NV, uniform_N, self._make_settings(rows), rows)
+            return self._sample_rows(logits_NV, self._rows.newest(len(logits_NV)))
         if not len(self._rows):
             return []
         most = min(device.steps_per_sync, self.max_steps or device.steps_per_sync)
@@ -450,14 +439,10 @@ class Engine(Scheduler):
                 break
             self._state.record_experts(None if experts is None else experts[i][columns])
             chosen, logprob_N = token_R[columns], logprob_R[columns]
-            bad = np.isnan(logprob_N)
-            if bad.any():
-                self._handle_non_finite(chosen, bad, self._rows)
-            self._rows.record(chosen, logprob_N)
+            self._handle_non_finite(chosen, logprob_N, self._rows)
             self._state.response_lengths = self._state.response_lengths + 1
             self.counters.fed_tokens += len(columns)
-            self._count_step(len(columns))
-            ended, stopped = self._find_ended(chosen, self._rows)
+            ended, stopped = self._record_tokens(chosen, logprob_N)
             columns = columns[compact_slots(~ended)]
             finished += self._retire(ended, stopped)
         if self._in_flight is not None:
@@ -510,7 +495,7 @@ class Engine(Scheduler):
         self.decoder = self._state.decoder = decoder
         self.version = version
         # The cached logits are of the old weights: no new row may start from them.
-        prompts = (*self._prompts, *(row.prompt for row in self._preempted))
+        prompts = (*self._state.prompts, *(row.prompt for row in self._preempted))
         for number, prompt in enumerate({id(prompt): prompt for prompt in prompts}.values()):
             prompt.key = ("of other weights", number, prompt.key)
         self._retain(np.arange(len(self._rows)))
@@ -538,22 +523,17 @@ class Engine(Scheduler):
         """
         partial: dict[int, dict[int, SampledSequence]] = {}
         running = len(self._rows)
-        for row in self._preempted:
-            self._rows.restore(row.fields)
+        for preempted in self._preempted:
+            self._rows.restore(preempted.fields)
         rows = np.flatnonzero(
             np.isin(
                 self._rows["request_id"],
                 list(self._running if request_ids is None else request_ids),
             )
         )
-        for index, lists in zip(rows.tolist(), self._rows.responses(rows), strict=True):
-            request_id, sample = (
-                int(self._rows["request_id"][index]),
-                int(self._rows["sample"][index]),
-            )
-            sequence = SampledSequence(*lists, "length")
-            self._describe_sample(index, self._running[request_id].request, sequence)
-            partial.setdefault(request_id, {})[sample] = sequence
+        for row, group, sequence in self._read_samples(rows):
+            sample = int(self._rows["sample"][row])
+            partial.setdefault(group.request_id, {})[sample] = sequence
         self._rows.reorder(np.arange(running))
         return partial
 

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from torch import Tensor
 
 from rl.sampler.prompt_logprobs import PromptLogprobs
 from rl.sampler.stop_conditions import StopCondition
@@ -170,13 +169,15 @@ class SequenceGroup:
         return response
 
 
-@dataclass(slots=True)
-class CachedPrompt:
-    """Hold a prompt in the cache: the logits after its last token, the reader of its logprobs."""
-
-    key: tuple
-    logits_V: Tensor
-    reader: PromptLogprobs | None
+def make_prompt_reader(request: SamplingRequest) -> PromptLogprobs | None:
+    """Return the reader of the logprobs of prompt positions; None if none are requested."""
+    if not request.scores_prompt:
+        return None
+    return PromptLogprobs(
+        request.scored_tokens(),
+        topk=request.topk_prompt_logprobs,
+        targets=request.target_prompt_tokens,
+    )
 
 
 def make_divergence_error(requests: Sequence[int]) -> FloatingPointError:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,32 +24,20 @@ from torch import Tensor
 
 from rl.errors import ContextLengthError
 from rl.sampler.block_manager import BlockManager, choose_pool_size, max_blocks
-from rl.sampler.decode_state import BatchSize, PromptBatch, compact_slots
+from rl.sampler.decode_state import BatchSize, Prompt, compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.kv_cache_pool import IdleKVCachePool, KVCachePool
 from rl.sampler.length_estimator import LengthEstimator
 from rl.sampler.paged_state import PagedState
 from rl.sampler.prefix_cache import hash_chunks
-from rl.sampler.prompt_logprobs import PromptLogprobs
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import (
-    CachedPrompt,
     EngineCounters,
     SamplingRequest,
     SequenceGroup,
+    make_prompt_reader,
 )
-from rl.sampler.token_sampling import RowSamplingSettings
-
-
-@dataclass(slots=True)
-class _Admission:
-    """Hold the samples that move to the running queue, and the batch's size with them."""
-
-    slots: dict[Any, int]  # slot by key of a prompt
-    size: BatchSize
-    entering: list[tuple[SequenceGroup, int]] = field(default_factory=list)  # group, samples
-    prefills: list[SequenceGroup] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +45,7 @@ class _PreemptedRow:
     """Hold a preempted row: its fields (a single row), its prompt, all fed tokens."""
 
     fields: dict[str, np.ndarray]
-    prompt: CachedPrompt
+    prompt: Prompt
     fed_tokens: list[int]
     experts: np.ndarray | None  # of the fed tokens, if recorded
 
@@ -110,8 +98,6 @@ class Scheduler:
         self._running: dict[int, SequenceGroup] = {}  # running or preempted, by id
         self._preempted: list[_PreemptedRow] = []  # oldest first
         self._rows = RunningRows()
-        self._prompts: list[CachedPrompt] = []  # by slot of the state
-        self._settings: RowSamplingSettings | None = None  # of the rows, made when they are sampled
         self._lengths = LengthEstimator()
         self.enable_prefix_caching = enable_prefix_caching
         self._runs_to_end = False  # `run` is active: nothing happens between two steps
@@ -175,8 +161,8 @@ class Scheduler:
         """
         if self._preempted or not self._waiting or len(self._rows) >= self.max_rows:
             return []
-        admission = self._select_waiting()
-        if not admission.entering:
+        entering, prefills, size = self._select_waiting()
+        if not entering:
             if not len(self._rows):
                 raise RuntimeError(
                     f"no request runs and none of the {len(self._waiting)} waiting fits in "
@@ -184,92 +170,83 @@ class Scheduler:
                 )
             return []
         # Sort prompts by length (see `make_bands`). The order does not change any sample.
-        slots, prefills = admission.slots, admission.prefills
         prefills.sort(key=lambda group: len(group.key[0]))
-        slots.update({group.key: len(self._prompts) + i for i, group in enumerate(prefills)})
-        entering = sorted(admission.entering, key=lambda pair: slots[pair[0].key])
-        self._state.reserve(admission.size)
+        self._state.reserve(size)
         self._prefill(prefills)
         self.counters.peak_cache_tokens = max(
-            self.counters.peak_cache_tokens, self._state.used_tokens(admission.size)
+            self.counters.peak_cache_tokens, self._state.used_tokens(size)
         )
-        return [self._add_rows([(group, slots[group.key], count) for group, count in entering])]
+        slots = {prompt.key: slot for slot, prompt in enumerate(self._state.prompts)}
+        rows = [(slots[group.key], group, count) for group, count in entering]
+        return [self._add_rows(sorted(rows, key=lambda row: row[0]))]
 
     def _prefill(self, groups: list[SequenceGroup]) -> None:
         """Prefill the prompts of these groups, one prompt per group."""
         if not groups:
             return
-        readers = [
-            PromptLogprobs(
-                group.request.scored_tokens(),
-                topk=group.request.topk_prompt_logprobs,
-                targets=group.request.target_prompt_tokens,
+        prompts = [
+            Prompt(
+                group.key[0],
+                make_prompt_reader(group.request),
+                group.request.images,
+                group.request.adapter_id or 0,
+                group.hashes,
+                group.key,
             )
-            if group.request.scores_prompt
-            else None
             for group in groups
         ]
-        images = [group.request.images for group in groups]
-        mixes = self.decoder.multi_adapter
-        batch = PromptBatch(
-            [group.key[0] for group in groups],
-            [reader.add_logits if reader else None for reader in readers],
-            images if any(images) else (),
-            [group.request.adapter_id or 0 for group in groups] if mixes else (),
-            hashes=[group.hashes for group in groups],
-        )
-        logits_PV = self._state.prefill(batch)
-        reused = batch.reused or [0] * len(groups)
-        for group, reader, logits_V, count in zip(groups, readers, logits_PV, reused, strict=True):
-            self._prompts.append(CachedPrompt(group.key, logits_V, reader))
-            group.cached_tokens = count
-            self.counters.prefix_cached_tokens += count
-            self.counters.prefill_tokens += len(group.key[0]) - count
+        logits_PV = self._state.prefill(prompts)
+        for group, prompt, logits_V in zip(groups, prompts, logits_PV, strict=True):
+            prompt.logits_V, group.cached_tokens = logits_V, prompt.reused
+            self.counters.prefix_cached_tokens += prompt.reused
+            self.counters.prefill_tokens += len(prompt.tokens) - prompt.reused
         self.counters.prefill_prompts += len(groups)
 
-    def _add_rows(self, entering: list[tuple[SequenceGroup, int, int]]) -> Tensor:
-        """Add rows for the samples and return the logits of their first tokens, [new rows, V]."""
+    def _add_rows(self, entering: list[tuple[int, SequenceGroup, int]]) -> Tensor:
+        """Add rows for samples: (slot of the prompt, request, number). Return the logits of their
+        first tokens, [new rows, V].
+        """
         counts = [count for _, _, count in entering]
-        self._rows.add([group for group, _, _ in entering], counts)
+        self._rows.add([group for _, group, _ in entering], counts)
         first = len(self._rows) - sum(counts)
-        for group, slot, count in entering:
+        for slot, group, count in entering:
             if group.request.resume_from is not None and group.num_resumed:
                 self._rows.resume(first, group.request.resume_from)
             first += count
             self._running[group.request_id] = group
-            group.reader = self._prompts[slot].reader
+            group.reader = self._state.prompts[slot].reader
             group.num_admitted += count
-        slots = np.repeat([slot for _, slot, _ in entering], counts)
+        slots = np.repeat([slot for slot, _, _ in entering], counts)
         self._state.add_rows(slots)
-        self._settings = None
-        return torch.stack([self._prompts[slot].logits_V for slot in slots])
+        return torch.stack([self._state.prompts[slot].logits_V for slot in slots])
 
-    def _select_waiting(self) -> _Admission:
+    def _select_waiting(
+        self,
+    ) -> tuple[list[tuple[SequenceGroup, int]], list[SequenceGroup], BatchSize]:
         """Take samples from the waiting queue, first come first served, as long as the budget holds
-        them.
+        them. Return the requests with their numbers of samples, the requests whose prompts are to
+        be prefilled, and the size of the batch with them.
         """
-        admission = _Admission(
-            {prompt.key: slot for slot, prompt in enumerate(self._prompts)}, self._running_size()
-        )
-        slots = admission.slots
+        keys, size = {prompt.key for prompt in self._state.prompts}, self._running_size()
+        entering, prefills = list[tuple[SequenceGroup, int]](), list[SequenceGroup]()
         while self._waiting:
             group = self._waiting[0]
-            fresh = group.key not in slots
+            fresh = group.key not in keys
             if not (fresh or group.num_admitted):
                 group.cached_tokens = len(group.key[0])
-            size = _add_group(admission.size, group, fresh)
-            count = self._count_admissible(group, size)
+            with_prompt = _add_group(size, group, fresh)
+            count = self._count_admissible(group, with_prompt)
             if count == 0:
                 break
             if fresh:
-                slots[group.key] = len(slots)
-                admission.prefills.append(group)
-            admission.size = size._replace(rows=size.rows + count)
-            admission.entering.append((group, count))
+                keys.add(group.key)
+                prefills.append(group)
+            size = with_prompt._replace(rows=size.rows + count)
+            entering.append((group, count))
             if group.num_admitted + count < group.request.num_samples:
                 break
             self._waiting.popleft()
-        return admission
+        return entering, prefills, size
 
     def _used_stop_rows(self) -> set[int]:
         """Return the rows of the stop table that unfinished requests read."""
@@ -278,7 +255,7 @@ class Scheduler:
     def _running_size(self) -> BatchSize:
         """Return the size of the running batch."""
         return BatchSize(
-            len(self._prompts),
+            len(self._state.prompts),
             int(self._state.prompt_lengths.max(initial=0)),
             len(self._rows),
             int(self._rows["max_tokens"].max(initial=1)) - 1,
@@ -294,16 +271,14 @@ class Scheduler:
         count = min(group.request.num_samples - group.num_admitted, self.max_rows - size.rows)
         least = int(size.rows == 0 and size.prompts <= 1)  # `add` checked that a single row fits
         tables = self._blocks
-        if tables is None:  # the cost grows with the rows; mostly all samples fit
-            if self._state.cost(size._replace(rows=size.rows + count)) <= self.kv_cache_tokens:
-                return max(count, least)
+        if tables is None:  # the cost grows with the rows
             fitting = bisect.bisect_right(
                 range(1, count + 1),
                 self.kv_cache_tokens,
                 key=lambda more: self._state.cost(size._replace(rows=size.rows + more)),
             )
             return max(fitting, least)
-        planned, reads = size.rows - len(self._rows), size.prompts - len(self._prompts)
+        planned, reads = size.rows - len(self._rows), size.prompts - len(self._state.prompts)
         prompt_blocks = reads * tables.num_blocks_for(size.longest_prompt)
         room = tables.pool.num_free - prompt_blocks - planned - tables.blocks_needed()
         count = min(count, room)
@@ -331,7 +306,9 @@ class Scheduler:
 
     def _find_slot(self, key: tuple) -> int | None:
         """Return the slot of the prompt with this key, or None."""
-        return next((slot for slot, prompt in enumerate(self._prompts) if prompt.key == key), None)
+        return next(
+            (slot for slot, prompt in enumerate(self._state.prompts) if prompt.key == key), None
+        )
 
     # ------------------------------------------------------------------------------ prefix caching
 
@@ -356,7 +333,7 @@ class Scheduler:
 
     def _cache_row(self, row: int, group: SequenceGroup, fed_tokens: Sequence[int]) -> None:
         """Keep the keys and values of a row that is about to be removed."""
-        if self._prompts[int(self._state.prompt_of_row[row])].key[0] == "of other weights":
+        if self._state.prompts[int(self._state.prompt_of_row[row])].key[0] == "of other weights":
             return  # the weights changed during sampling: the cached keys are of the old weights
         self._state.cache_row(row, self._hash_tokens(fed_tokens, group.request))
 
@@ -374,16 +351,14 @@ class Scheduler:
         """Keep only these rows, the prompts that they read, and the prompt of `kept_key`. A dropped
         prompt is prefilled again when needed.
         """
-        used = np.array([prompt.key == kept_key for prompt in self._prompts], np.bool_)
+        used = np.array([prompt.key == kept_key for prompt in self._state.prompts], np.bool_)
         used[self._state.prompt_of_row[row_source]] = True
         if self._runs_to_end and self._blocks is None:  # the paged cache keeps what has room
             self._state.waiting_prefixes = {g.hashes[0] for g in self._waiting if g.hashes}
         else:
             self._state.waiting_prefixes = None
         prompt_source = compact_slots(used)
-        self._prompts = [self._prompts[slot] for slot in prompt_source]
         self._state.retain(row_source, prompt_source)
-        self._settings = None
 
     def _preempt_newest(self) -> None:
         """Preempt the newest rows until the next tokens of the remaining rows have blocks."""
@@ -400,10 +375,8 @@ class Scheduler:
                     f"a row needs more than {len(tables.pool.ref_counts)} blocks of the cache: "
                     "`add` should have rejected it"
                 )
-            ages = zip(
-                self._rows["request_id"].tolist(), self._rows["sample"].tolist(), strict=True
-            )
-            self._preempt(max(zip(ages, rows.tolist(), strict=True))[1])
+            newest = np.lexsort((self._rows["sample"], self._rows["request_id"]))[-1]
+            self._preempt(int(newest))
 
     def _preempt(self, row: int) -> None:
         """Preempt a row."""
@@ -412,8 +385,8 @@ class Scheduler:
         fed_tokens = [*group.request.prompt, *response]
         self._cache_row(row, group, fed_tokens)
         preempted = _PreemptedRow(
-            self._rows.preempt(np.array([row])),
-            self._prompts[int(self._state.prompt_of_row[row])],
+            self._rows.select(np.array([row])),
+            self._state.prompts[int(self._state.prompt_of_row[row])],
             fed_tokens,
             self._state.experts_of_row(row),
         )
@@ -442,12 +415,7 @@ class Scheduler:
             group = self._running[first.age[0]]
             slot = self._find_slot(first.prompt.key)
             if slot is None:
-                slot = len(self._prompts)
-                self._prompts.append(first.prompt)
+                slot = len(self._state.prompts)
             hashes = self._hash_tokens(first.fed_tokens, group.request)
-            length, adapter_id = len(group.key[0]), group.request.adapter_id
-            self._state.resume_row(
-                slot, first.fed_tokens, length, adapter_id, first.experts, hashes
-            )
+            self._state.resume_row(slot, first.fed_tokens, first.prompt, first.experts, hashes)
             self._rows.restore(first.fields)
-            self._settings = None

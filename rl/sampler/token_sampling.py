@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -48,10 +47,8 @@ class RowSamplingSettings:
     truncation: TruncatedRows | None = None
 
 
-class RowColumns(Protocol):
-    """Describe the sampling parameters of the running rows, an array for each parameter."""
-
-    def __getitem__(self, name: str) -> np.ndarray: ...
+# The sampling parameters of the running rows, an array for each parameter.
+RowColumns = RunningRows | Mapping[str, np.ndarray]
 
 
 def find_truncated_rows(rows: RowColumns, vocab: int) -> np.ndarray:

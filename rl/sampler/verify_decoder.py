@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rl.errors import UserError, warn_on_rank_zero
 from rl.layers import describe_layers, replay_experts, truncate_layers_, unwrap_model
-from rl.sampler.decode_state import BatchSize, PromptBatch, compact_slots
+from rl.sampler.decode_state import BatchSize, Prompt, compact_slots
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
@@ -310,14 +310,8 @@ def _check_causal(
 
     Raises UserError if not.
     """
-    prefixes = [
-        decoder.plain_forward([[*prompt, *response[:1]]], last_only=False)[0].float()
-        for _, prompt, response in rows
-    ]
-    predictions = [
-        logits[len(prompt) - 1 : len(prompt)]
-        for (_, prompt, _), logits in zip(rows, prefixes, strict=True)
-    ]
+    prefixes = [(step, prompt, response[:1]) for step, prompt, response in rows]
+    predictions = _reference_logits(decoder, prefixes)
     worst = _largest_difference(predictions, [logits[:1] for logits in reference])
     if worst > bound:
         raise UserError(
@@ -337,20 +331,18 @@ def _reads_exactly(
 ) -> bool:
     """Return whether sequences of that length (None: padded on the right) may share a forward."""
     sequences = [[*prompt, *response][:length] for _, prompt, response in rows]
-    counts = [
-        max(len(tokens) - len(prompt), 0)
-        for tokens, (_, prompt, _) in zip(sequences, rows, strict=True)
+    starts = [len(prompt) - 1 for _, prompt, _ in rows]
+    predictions = [
+        (i, slice(start, len(tokens) - 1))
+        for i, (start, tokens) in enumerate(zip(starts, sequences, strict=True))
+        if start < len(tokens) - 1
     ]
 
     def run() -> list[Tensor]:
         batch = decoder.plain_forward(sequences, last_only=False).float()
-        return [
-            batch[i, len(sequences[i]) - count - 1 : len(sequences[i]) - 1]
-            for i, count in enumerate(counts)
-            if count
-        ]
+        return [batch[place] for place in predictions]
 
-    expected = [logits[:count] for logits, count in zip(reference, counts, strict=True) if count]
+    expected = [reference[i][: places.stop - places.start] for i, places in predictions]
     return _run_within(run, expected, bound) is not None
 
 
@@ -390,11 +382,10 @@ def _decode_rows(
                 logits[i].append(row.float().clone())
         if entering := [i for i, (start, _, _) in enumerate(rows) if start == step]:
             slots = np.arange(len(state.prompt_lengths), len(state.prompt_lengths) + len(entering))
-            prompts = [rows[i][1] for i in entering]
             longest_prompt = max(len(prompt) for _, prompt, _ in rows)
             longest_response = max(len(response) for _, _, response in rows)
             state.reserve(BatchSize(len(rows), longest_prompt, len(rows), longest_response))
-            last = state.prefill(PromptBatch(prompts, [None] * len(prompts)))
+            last = state.prefill([Prompt(rows[i][1]) for i in entering])
             for i, first in zip(entering, last, strict=True):
                 logits[i].append(first.float().clone())
             state.add_rows(slots)

@@ -6,7 +6,8 @@ import base64
 import io
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,17 @@ class VllmServerError(Exception):
         super().__init__(f"the vLLM server {url} {text}")
         self.rejected, self.has_wrong_weights = rejected, has_wrong_weights
         self.timed_out = timed_out
+
+
+@contextmanager
+def check_form(url: str, text: str) -> Iterator[None]:
+    """Raise VllmServerError with this text if the block cannot read a reply in the expected
+    form.
+    """
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, EOFError) as error:
+        raise VllmServerError(url, f"{text} ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ def read_sample(
 
     Raises VllmServerError if the reply is not complete and consistent.
     """
-    try:
+    with check_form(url, "returned a sample without token ids, logprobs or weight versions"):
         choices = reply["choices"]
         if len(choices) != 1:
             raise VllmServerError(url, f"returned {len(choices)} samples, 1 was requested")
@@ -89,12 +101,6 @@ def read_sample(
         ]
         logprobs = [float(entry["logprob"]) for entry in entries]
         scored = [int(entry["token_id"]) for entry in entries]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise VllmServerError(
-            url,
-            "returned a sample without token ids, logprobs or weight versions "
-            f"({type(error).__name__}: {error})",
-        ) from error
     _check_tokens(url, tokens, scored, logprobs, rules)
     stop_reason = _check_end(url, tokens, finish_reason, rules)
     versions = _read_versions(url, spans, len(tokens), known_versions)
@@ -119,13 +125,9 @@ def _read_experts(url: str, text: Any, layout: ExpertLayout, num_tokens: int) ->
     per token]. vLLM returns those of all layers, [tokens, layers, experts per token].
     """
     layers = [int(re.findall(r"\d+", block)[0]) for block in layout.blocks]
-    try:
+    with check_form(url, "returned no experts of the tokens"):
         data = base64.b64decode(text, validate=True)
         experts = np.load(io.BytesIO(data), allow_pickle=False)[:, layers].astype(np.int16)
-    except (TypeError, ValueError, IndexError, EOFError) as error:
-        raise VllmServerError(
-            url, f"returned no experts of the tokens ({type(error).__name__}: {error})"
-        ) from error
     shape = (num_tokens, len(layers), layout.per_token)
     if experts.shape != shape or not ((experts >= 0) & (experts < layout.count)).all():
         bounds = [int(experts.min()), int(experts.max())] if experts.size else []
@@ -145,7 +147,7 @@ def read_prompt_logprobs(
     """
     logprobs: list[float | None] = [None]
     best: list[list[tuple[int, float]] | None] = [None]
-    try:
+    with check_form(url, "returned no logprobs of a prompt"):
         entries = reply["prompt_logprobs"][1 : len(prompt)]
         for token, entry in zip(prompt[1:], entries, strict=True):
             row = {int(other): float(value["logprob"]) for other, value in entry.items()}
@@ -154,10 +156,6 @@ def read_prompt_logprobs(
             best.append(ranked[:topk])
             if len(ranked) < topk:
                 raise ValueError(f"{len(ranked)} of {topk} tokens")
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise VllmServerError(
-            url, f"returned no logprobs of a prompt ({type(error).__name__}: {error})"
-        ) from error
     return logprobs, best
 
 

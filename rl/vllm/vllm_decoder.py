@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Self
 
@@ -14,9 +14,7 @@ from safetensors.torch import save_file
 
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
-from rl.images import make_no_images_error
 from rl.sampler import Decoder
-from rl.types import PlacedImage
 from rl.vllm.server_pool import ServerPool
 from rl.vllm.transfer_validation import AdapterCheck, ServerWeights
 
@@ -28,8 +26,11 @@ class VllmDecoder(Decoder):
 
     `weights_id` names the weights, and changes with them. `weights`: on rank 0. Their folder is
     removed with the decoder. `learner_id`: of the model whose version it is. `base`: of the model
-    below a LoRA adapter, if the servers get adapters as adapters.
+    below a LoRA adapter, if the servers get adapters as adapters. Images are not sent to servers
+    yet.
     """
+
+    name = "the sampler vllm"
 
     def __init__(
         self,
@@ -99,14 +100,9 @@ class VllmDecoder(Decoder):
         """Refuse: the server decodes."""
         raise NotImplementedError("vLLM decodes on its server")
 
-    def read_prompts(self, batch: object) -> None:
+    def read_prompts(self, prompts: object) -> None:
         """Refuse: a server returns no logits."""
         raise NotImplementedError("vLLM returns no logits: use ServerPool.score")
-
-    def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:
-        """Raise UserError for images, which are not sent to servers yet."""
-        if images:
-            raise make_no_images_error("the sampler vllm")
 
 
 def add_head(folder: Path) -> None:

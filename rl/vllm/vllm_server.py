@@ -12,7 +12,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from rl.errors import UserError
-from rl.vllm.sample_reply import VllmServerError, check_adapter_name, read_prompt_logprobs
+from rl.vllm.sample_reply import (
+    VllmServerError,
+    check_adapter_name,
+    check_form,
+    read_prompt_logprobs,
+)
 from rl.vllm.transfer_validation import FolderManifest, ServerWeights, find_transfer_error
 
 SUPPORTED_VERSIONS = ("0.32",)  # major.minor of vLLM releases whose API this package calls
@@ -194,7 +199,7 @@ class VllmServer:
         params: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, "detokenize": False}
         versions: list[str] = []
         logprobs: list[float | None] = [None]
-        try:
+        with check_form(self.url, "scored without logprobs or weight versions"):
             if not self.max_lora_rank:
                 # a whole prompt may fill the context, and one token is sampled after it
                 params |= {"prompt_logprobs": 0, "logprobs": 0}
@@ -210,11 +215,6 @@ class VllmServer:
                 row = {entry["token_id"]: entry["logprob"] for entry in entries}
                 logprobs.append(float(row[token]))
                 versions += [span["version"] for span in choice["weight_versions"]]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise VllmServerError(
-                self.url,
-                f"scored without logprobs or weight versions ({type(error).__name__}: {error})",
-            ) from error
         return logprobs, sorted(set(versions))
 
     def load_weights(self, weights: ServerWeights) -> None:
@@ -225,7 +225,8 @@ class VllmServer:
         server fails, or did not take over some tensor. The version of its weights is then one that
         `read_sample` refuses.
         """
-        try:
+        text = f"answered a load of weights in another form than vLLM {SUPPORTED_RELEASES}"
+        with check_form(self.url, text):
             is_adapter = weights.base is not None
             has_model = is_adapter and self._model_id == weights.model.weights_id
             if not has_model or self._read_version() != self._version_id:
@@ -234,13 +235,6 @@ class VllmServer:
                 self._load_model(weights.model, shown)
             if is_adapter:
                 self._load_adapter(weights)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise VllmServerError(
-                self.url,
-                "answered a load of weights in another form than vLLM "
-                f"{SUPPORTED_RELEASES} "
-                f"({type(error).__name__}: {error})",
-            ) from error
 
     def _load_model(self, model: ServerWeights, version_id: str) -> None:
         """Load all weights, compare them with those of the folder, and set the version."""

@@ -177,7 +177,7 @@ def test_logprobs_over_a_large_vocabulary_are_exact_to_1e_5():
     expected = torch.log_softmax(logits.double(), -1).gather(-1, targets[:, None])[:, 0]
     assert (compute_logprobs(logits, targets, 1.0, False)[0] - expected).abs().max() < 1e-5
     reader = PromptLogprobs([0, *targets.tolist()])
-    reader.add_logits(0, logits)
+    reader(0, logits)
     assert (torch.tensor(reader.logprobs[1:]) - expected).abs().max() < 1e-5
 
 

@@ -117,7 +117,7 @@ MUTANTS = [Mutant(*fields) for fields in (
      "pass"),
     ("rl/sampler/running_rows.py", "token_versions",
      "a reused buffer keeps the versions of the row before",
-     "self._version_ends.pop(buffer, None)",
+     'self._versions[new["buffer"]] = _NEWEST',
      "pass"),
     ("rl/algorithms/kto.py", "kto", "kto's z of the prompt's own answer",
      "others = [*answers[1:], *answers[:1]]",

@@ -18,7 +18,7 @@ from sampler_models import multistep_engine, paged_engine, tiny_model
 from test_block_tables import check_blocks
 
 from rl.sampler import Engine, IdleKVCachePool, SamplingRequest, make_decoder
-from rl.sampler.decode_state import PromptBatch
+from rl.sampler.decode_state import Prompt
 from rl.sampler.running_rows import as_uint64, philox_uniforms
 from rl.types import SampledSequence, SamplingParams
 
@@ -355,7 +355,7 @@ def on_a_border(decoder: Any, request: SamplingRequest, index: int, drawn: list[
         return False
     with torch.inference_mode():
         prompt, reader = [*request.prompt, *drawn], lambda start, some: logits.append(some)
-        decoder.read_prompts(PromptBatch([prompt], [reader]))
+        decoder.read_prompts([Prompt(prompt, reader)])
     ends = (torch.cat(logits)[-1].double() / params.temperature).softmax(-1).cumsum(-1)
     seed, problem, member, place = (
         as_uint64(n)

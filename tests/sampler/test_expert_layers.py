@@ -7,7 +7,7 @@ import torch
 from sampler_models import one_thread  # noqa: F401
 from torch.nn import functional as F
 
-from rl.sampler.expert_layers import ExpertKeys, ExpertLayer
+from rl.sampler.expert_layers import ExpertLayer
 from rl.sampler.forward_fast import activate_gate
 
 EXPERTS, WIDTH, COLUMNS = 5, 16, 24
@@ -25,10 +25,10 @@ def make_layer(dtype: torch.dtype = torch.float32, per_token: int = 2) -> Expert
         "down": (EXPERTS, WIDTH, COLUMNS),
     }
     buffers = {
-        name: torch.randn(shape, generator=generator).mul_(0.4).to(dtype)
+        f"experts.{name}": torch.randn(shape, generator=generator).mul_(0.4).to(dtype)
         for name, shape in shapes.items()
     }
-    return ExpertLayer(ExpertKeys("router", "gate_up", "down", per_token, True), buffers)
+    return ExpertLayer("experts", buffers, per_token, True)
 
 
 def loop_over_tokens(layer: ExpertLayer, x: torch.Tensor) -> torch.Tensor:

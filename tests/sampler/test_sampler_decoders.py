@@ -33,7 +33,7 @@ from rl.sampler import (
     prefix_attention,
     score_sequences,
 )
-from rl.sampler.decode_state import BatchSize, PromptBatch, compact_slots
+from rl.sampler.decode_state import BatchSize, Prompt, compact_slots
 from rl.sampler.decoder import batch_prompts
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_hf import HFDecoder
@@ -126,7 +126,7 @@ def teacher_forced(
     flat = [response for group in responses for response in group]
     owner = np.repeat(np.arange(len(prompts)), [len(group) for group in responses])
     state.reserve(BatchSize(len(prompts), max(map(len, prompts)), len(flat), max(map(len, flat))))
-    first = state.prefill(PromptBatch(prompts, [None] * len(prompts)))
+    first = state.prefill([Prompt(prompt) for prompt in prompts])
     state.add_rows(owner)
     logits = [[first[prompt]] for prompt in owner]
     rows, step = np.arange(len(flat)), 0
@@ -481,7 +481,8 @@ def test_the_last_layer_goes_on_with_last_positions_alone_where_nobody_reads_the
         state.reserve(BatchSize(3, 9, 3, 2))
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
             patch.setattr(type(last.down), "_product", product)
-            logits = state.prefill(PromptBatch(prompts, [None, reader, None]))
+            readers = [None, reader, None]
+            logits = state.prefill(list(map(Prompt, prompts, readers)))
         results.append((logits, state.prompt_kv[-1].clone()))
     assert seen == [3, 27] and len(shown) == 1 and shown[0].shape == (3, VOCAB)
     for alone, all_positions in zip(*results, strict=True):

@@ -54,7 +54,7 @@ def test_a_prompt_is_read_once_for_its_group_and_no_row_is_decoded_in_vain(kind)
     fed = []  # tokens that reach the model, counted at its inputs
     state = engine._state
     prefill, decode = state.prefill, state.decode
-    state.prefill = lambda batch: fed.append(sum(batch.lengths)) or prefill(batch)  # type: ignore[func-returns-value]
+    state.prefill = lambda batch: fed.append(sum(len(p.tokens) for p in batch)) or prefill(batch)  # type: ignore[func-returns-value]
     state.decode = lambda tokens: fed.append(len(tokens)) or decode(tokens)  # type: ignore[func-returns-value]
     sequences = engine.run()[0].sequences
     emitted = sum(len(sequence.tokens) for sequence in sequences)

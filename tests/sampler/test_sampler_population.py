@@ -25,7 +25,7 @@ from sampler_population import POPULATION, VOCAB, build
 
 from rl.errors import UserError
 from rl.sampler import Engine, make_decoder, score_sequences, verify_decoder
-from rl.sampler.decode_state import BatchSize, PromptBatch
+from rl.sampler.decode_state import BatchSize, Prompt
 from rl.sampler.decoder_hf import HFDecoder
 from rl.sampler.forward_hf import BatchingPlan
 from rl.sampler.precision import linear_fp32
@@ -242,7 +242,7 @@ def decoded_logprobs(decoder, prompt: list[int], response: list[int]) -> torch.T
     with torch.inference_mode():
         state = decoder.new_state(10_000)
         state.reserve(BatchSize(1, len(prompt), 1, len(response)))
-        logits = [state.prefill(PromptBatch([prompt], [None]))[0]]
+        logits = [state.prefill([Prompt(prompt)])[0]]
         state.add_rows(np.array([0]))
         logits += [state.decode(np.array([token]))[0] for token in response[:-1]]
     assert all(item.dtype == torch.float32 for item in logits)
@@ -347,7 +347,7 @@ def test_logits_of_a_bfloat16_decoder_are_not_rounded_to_bfloat16(kind):
     state = decoder.new_state(100)
     state.reserve(BatchSize(1, 4, 1, 4))
     with torch.inference_mode():
-        state.prefill(PromptBatch([[3, 4, 5]], [None]))
+        state.prefill([Prompt([3, 4, 5])])
         state.add_rows(np.array([0]))
         logits = state.decode(np.array([6]))[0]
     assert logits.dtype == torch.float32
