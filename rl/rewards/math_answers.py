@@ -27,7 +27,10 @@ _MATRIX = re.compile(
     r"\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL
 )
 _BASE = re.compile(r"(?:\\text)?\{?([0-9A-Z]+)\}?_(?:\{?(?:\\text\s*\{)?(\d+|[a-z]+)\}*)")
-_EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|(?<![a-zA-Z])(?:\\approx|\\equiv)(?![a-zA-Z])")
+# Separators for `split_top`. A command ends where its letters end: \\in does not begin \\infty.
+_ITEMS = "[,;]"
+_EQUALS = r"(?<![<>!:=])=(?!=)|(?<![a-zA-Z])(?:\\approx|\\equiv)(?![a-zA-Z])"
+_IN, _UNION = (rf"\\{command}(?![^\W\d_])" for command in ("in", "cup"))
 _NAME = re.compile(
     r"(?:\\?[a-zA-Z]+(?:_(?:\{[^{}]*\}|\w))?'*)(?:\s*\([^()=]*\))?"  # x, \theta, x_{12}, f(x), Area
     r"|\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])+\s*\)"  # (x, y)
@@ -99,12 +102,10 @@ def _equal(answer: str, expected: str) -> bool:
     return _equal_values(answer, expected)
 
 
-def split_top(text: str, *separators: str) -> list[str]:
-    """Split at separators outside all brackets."""
-    # a command ends where its letters end: \\in is not the beginning of \\infty
-    words = [re.escape(s) + (r"(?![^\W\d_])" if s[0] == "\\" else "") for s in separators]
+def split_top(text: str, separator: str) -> list[str]:
+    """Split at the matches of the pattern `separator` outside all brackets."""
     parts, depth, start = [], 0, 0
-    for match in re.finditer("|".join([r"[(\[{)\]}]", *words]), text):
+    for match in re.finditer(rf"[(\[{{)\]}}]|{separator}", text):
         token = match.group()
         if token in _OPEN or token in _CLOSE:
             depth += 1 if token in _OPEN else -1
@@ -132,7 +133,7 @@ def _strip_brackets(text: str) -> str:
     while (
         _is_bracketed(text)
         and text[0] + text[-1] in ("{}", "()")
-        and len(split_top(text[1:-1], ",", ";")) == 1
+        and len(split_top(text[1:-1], _ITEMS)) == 1
     ):
         if text[0] == "(" and parse_words(text) is not None:
             break
@@ -146,7 +147,7 @@ def _parse_sequence(text: str) -> tuple[str, list[str]] | None:
     if text.startswith(r"\{") and text.endswith(r"\}") and _is_bracketed(text[1:-2] + "}"):
         return "{}", _split_items(text[2:-2])
     if _is_bracketed(text) and text[0] != "{":
-        items = split_top(text[1:-1], ",", ";")
+        items = split_top(text[1:-1], _ITEMS)
         return (text[0] + text[-1], items) if len(items) > 1 else None
     return None
 
@@ -165,7 +166,7 @@ def _check_count(items: Sequence[str], kind: str) -> None:
 
 
 def _split_items(text: str) -> list[str]:
-    return [item for item in split_top(_AND.sub(",", text), ",", ";") if item]
+    return [item for item in split_top(_AND.sub(",", text), _ITEMS) if item]
 
 
 def _equal_plus_minus(answer: str, expected: str) -> bool | None:
@@ -195,7 +196,7 @@ def _expand_signs(text: str) -> list[str]:
 
 def _get_assigned_value(item: str) -> str:
     """Return the value of "x = value"; any other item unchanged."""
-    members = _split_equalities(item)
+    members = split_top(item, _EQUALS)
     return members[-1] if len(members) == 2 and is_name(members[0]) else item
 
 
@@ -212,7 +213,7 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
     if len(answer_items) != len(expected_items):
         return False
     names = [
-        [_split_equalities(item)[0] if _get_assigned_value(item) != item else "" for item in side]
+        [split_top(item, _EQUALS)[0] if _get_assigned_value(item) != item else "" for item in side]
         for side in (answer_items, expected_items)
     ]
     if (
@@ -243,7 +244,7 @@ def _same_items(answer_items: Sequence[str], expected_items: Sequence[str]) -> b
 
 def _equal_membership(answer: str, expected: str) -> bool | None:
     """Compare x \\in S as S."""
-    sides = [split_top(text, r"\in") for text in (answer, expected)]
+    sides = [split_top(text, _IN) for text in (answer, expected)]
     if not any(len(side) == 2 and is_name(side[0]) for side in sides):
         return None
     if all(len(side) == 2 for side in sides) and remove_spaces(sides[0][0]) != remove_spaces(
@@ -251,17 +252,6 @@ def _equal_membership(answer: str, expected: str) -> bool | None:
     ):
         return False
     return _equal(sides[0][-1], sides[1][-1])
-
-
-def _split_equalities(text: str) -> list[str]:
-    """Split a chain of equalities into its members."""
-    parts, start = [], 0
-    for match in _EQUALS.finditer(text):
-        before = text[: match.start()]
-        if sum(before.count(c) for c in _OPEN) == sum(before.count(c) for c in _CLOSE):
-            parts.append(text[start : match.start()].strip())
-            start = match.end()
-    return [*parts, text[start:].strip()]
 
 
 def is_name(text: str) -> bool:
@@ -285,7 +275,7 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
     in other letters.
     """
     answer_members, expected_members = (
-        list(filter(None, _split_equalities(text))) for text in (answer, expected)
+        list(filter(None, split_top(text, _EQUALS))) for text in (answer, expected)
     )
     if len(answer_members) < 2 and len(expected_members) < 2:
         return None
@@ -352,7 +342,7 @@ def _equal_sequences(answer: str, expected: str) -> bool | None:
 
 
 def _equal_unions(answer: str, expected: str) -> bool | None:
-    answer_parts, expected_parts = split_top(answer, r"\cup"), split_top(expected, r"\cup")
+    answer_parts, expected_parts = split_top(answer, _UNION), split_top(expected, _UNION)
     if len(answer_parts) == len(expected_parts) == 1:
         return None
     return _same_items(answer_parts, expected_parts)

@@ -1,5 +1,4 @@
-"""Define built-in rewards for mathematics: `gsm8k` (numbers, string comparison) and
-`math_correctness`.
+"""Define built-in rewards for mathematics: `gsm8k` (numbers) and `math_correctness`.
 
 The answer of a response is its last complete \\boxed{...} or the text after its last "####",
 whichever comes later.
@@ -115,8 +114,8 @@ def remove_emphasis(text: str) -> str:
     return text if emphasized is None else emphasized.group(2).strip()
 
 
-def parse_number(text: str) -> str | None:
-    """Return the only number in `text` in canonical spelling ("1,200.50 dollars" -> "1200.5").
+def parse_number(text: str) -> Fraction | None:
+    """Return the value of the only number in `text` ("1,200.50 dollars" -> 1200.5).
 
     Return None for no number, several numbers, or a formula. Only words and units may surround the
     number: 5x, 5!, \\pm 5, f(5) and 5 million are not 5. Equations before it must hold: 4 = 5 is no
@@ -151,15 +150,9 @@ def parse_number(text: str) -> str | None:
             text[: numbers[0].start()], text[numbers[0].end() :]
         ):
             return None
-        canonical = _format_canonical(numbers[0].group())
-    else:
-        canonical = _format_canonical(str(value)) if value.denominator == 1 else str(float(value))
+        value = Fraction(numbers[0].group().replace(",", ""))
     sums = [evaluate_arithmetic(re.sub(r"[$,]", "", member)) for member in members]
-    return (
-        canonical
-        if all(evaluation is None or evaluation[0] == Fraction(canonical) for evaluation in sums)
-        else None
-    )
+    return value if all(total is None or total[0] == value for total in sums) else None
 
 
 def _has_plain_context(before: str, after: str) -> bool:
@@ -175,13 +168,6 @@ def _has_plain_context(before: str, after: str) -> bool:
     if len(word) == 1:
         return word in _UNIT_LETTERS or bool(space and re.match(r"\s+[A-Za-z]{2}", rest))
     return word.lower() not in _NOT_UNITS and not set(word) <= set("xyz")
-
-
-def _format_canonical(number: str) -> str:
-    whole, _, fraction = number.lstrip("+-").replace(",", "").partition(".")
-    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
-    canonical = f"{whole}.{fraction}" if fraction else whole
-    return f"-{canonical}" if number.startswith("-") and canonical != "0" else canonical
 
 
 @register_reward("gsm8k", bounded=True)
