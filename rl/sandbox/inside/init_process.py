@@ -195,7 +195,7 @@ def _become_candidate(
         if "landlock" in layers:
             isolation.confine_files(os.getcwd())
         if "seccomp" in layers:
-            seccomp.install(isolation.libc, network="network" in layers)
+            seccomp.install(network="network" in layers)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         candidate.fresh_streams()
