@@ -1,4 +1,4 @@
-"""Define built-in rewards for mathematics: `gsm8k` (numbers) and `math_correctness`.
+"""Define built-in rewards for mathematics: `gsm8k` (numbers), `math_correctness` and `countdown`.
 
 The answer of a response is its last complete \\boxed{...} or the text after its last "####",
 whichever comes later.
@@ -7,6 +7,7 @@ whichever comes later.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from fractions import Fraction
 
 from rl.errors import UserError
@@ -54,6 +55,7 @@ _UNMARKED = re.compile(
 _LAST_NUMBER = re.compile(
     r"(?<![\w.])-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+|[eE][+-]?\d+)?\s?(?:\\?%|°)?"
 )
+_TAG = re.compile(r"<answer>([^<]{1,1000})</answer>")
 _HASHES = re.compile(r"(?<!#)####(?!#)")  # GSM8K's mark; a longer run of # is a rule or noise
 # Number of characters searched in a response without a marked answer: parsing time grows with
 # length.
@@ -228,3 +230,27 @@ def math_correctness(prompt: str, response: str, meta: Meta = None) -> RewardRes
     return RewardResult(
         correct, {"correct": correct, "format": float(marked is not None), "gave_up": gave_up}
     )
+
+
+@register_reward("countdown", bounded=True)
+def countdown(prompt: str, response: str, meta: Meta = None) -> RewardResult:
+    """Return correct + 0.1 (format - 1). Best 1, worst -0.1.
+
+    `format`: an expression of + - * / and brackets is in \\boxed{}, after "####" or in
+    <answer></answer>. `correct`: the expression also uses only meta["numbers"], each at most once,
+    and equals meta["target"].
+    """
+    if meta is None or "numbers" not in meta or "target" not in meta:
+        raise UserError(
+            f"countdown needs meta['numbers'] and meta['target'], it has {sorted(meta or {})}"
+        )
+    tagged = _TAG.findall(response)
+    answer = extract_marked_answer(response) or (tagged[-1] if tagged else None)
+    evaluation = None if answer is None else evaluate_arithmetic(answer)
+    correct = False
+    if evaluation is not None:
+        value, used = evaluation
+        correct = value == Fraction(meta["target"]) and not Counter(used) - Counter(
+            int(number) for number in meta["numbers"]
+        )
+    return make_formatted_result(float(correct), evaluation is not None)
