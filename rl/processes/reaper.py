@@ -313,12 +313,10 @@ def find_descendants(pid: int) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         if (fields := read_stat(folder.name)) and fields[0] != "Z":
             children.setdefault(int(fields[1]), []).append(int(folder.name))
-    result, pending = [], [pid]
-    while pending:
-        child_pids = children.pop(pending.pop(), [])
-        result += child_pids
-        pending += child_pids
-    return result
+    tree = [pid]
+    for member in tree:  # grows in the loop
+        tree += children.pop(member, [])
+    return tree[1:]
 
 
 def find_marked_processes(mark: str, session: int) -> list[int]:

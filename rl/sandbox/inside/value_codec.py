@@ -273,8 +273,7 @@ class _Decoder:
         if tag not in ("s", "f"):
             return _CONTAINERS[tag](items)
         unique: set[Any] = set()
-        for i in range(0, len(items), _KEYS_AT_ONCE):
-            self._hash(unique.update, items[i : i + _KEYS_AT_ONCE])
+        self._insert(unique.update, items)
         return unique if tag == "s" else frozenset(unique)
 
     def _map(self, tag: str, items: list[Any]) -> Any:
@@ -282,23 +281,23 @@ class _Decoder:
             raise ForgedMessageError("a mapping with a key that has no value")
         pairs = list(zip(items[::2], items[1::2], strict=True))
         mapping: dict[Any, Any] = {}
-        for i in range(0, len(pairs), _KEYS_AT_ONCE):
-            self._hash(mapping.update, pairs[i : i + _KEYS_AT_ONCE])
+        self._insert(mapping.update, pairs)
         return collections.defaultdict(None, mapping) if tag == "D" else _CONTAINERS[tag](mapping)
 
-    def _hash(self, update: Callable[[Any], None], keys: list[Any]) -> None:
+    def _insert(self, update: Callable[[Any], None], keys: list[Any]) -> None:
         """Insert keys into a set or mapping in small batches and bound the time: a hostile sender
         can choose many keys with colliding hashes.
         """
-        begun = time.thread_time()
-        try:
-            update(keys)
-        except TypeError as error:
-            raise ForgedMessageError(f"a key without a hash: {error}") from error
-        self.keys += len(keys)
-        self.seconds += time.thread_time() - begun
-        if self.seconds > _SECONDS + _SECONDS_PER_KEY * self.keys:
-            raise ForgedMessageError("keys chosen to have colliding hashes")
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            batch, begun = keys[start : start + _KEYS_AT_ONCE], time.thread_time()
+            try:
+                update(batch)
+            except TypeError as error:
+                raise ForgedMessageError(f"a key without a hash: {error}") from error
+            self.keys += len(batch)
+            self.seconds += time.thread_time() - begun
+            if self.seconds > _SECONDS + _SECONDS_PER_KEY * self.keys:
+                raise ForgedMessageError("keys chosen to have colliding hashes")
 
     def _text(self, tag: str, value: list[Any]) -> Any:
         if len(value) != 2 or type(value[1]) is not str or not _TEXTS[tag][2].fullmatch(value[1]):
