@@ -68,7 +68,7 @@ def receive(channel: socket.socket | int, max_bytes: int = MAX_MESSAGE_BYTES) ->
     """Return the next message. Raises ConnectionClosedError, BadMessage, and TimeoutError if the socket has a
     timeout.
     """
-    return _read(receive_bytes(channel, max_bytes))
+    return parse_object(receive_bytes(channel, max_bytes))
 
 
 def receive_bytes(
@@ -89,16 +89,17 @@ def receive_bytes(
 def receive_with_fds(channel: socket.socket) -> tuple[JsonObject, list[int]]:
     """Return a message and the file descriptors sent with it."""
     fds: list[int] = []
-    return _read(receive_bytes(channel, fds=fds)), fds
+    return parse_object(receive_bytes(channel, fds=fds)), fds
 
 
-def _read(body: bytes) -> JsonObject:
+def parse_object(body: bytes | str, error: type[Exception] = BadMessage) -> JsonObject:
+    """Return the JSON object of a message. Raises `error` for any other content."""
     try:
-        message = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BadMessage(f"not JSON: {error}") from error
-    if not isinstance(message, dict):
-        raise BadMessage(f"a JSON {type(message).__name__}, expected an object")
+        message = json.loads(body if isinstance(body, str) else body.decode("utf-8"))
+    except (ValueError, RecursionError) as cause:
+        raise error(f"not JSON: {str(cause)[:100]}") from cause
+    if type(message) is not dict:
+        raise error(f"a JSON {type(message).__name__}, expected an object")
     return message
 
 
