@@ -6,7 +6,13 @@ process is killed. A `WorkerProcess` exchanges framed messages with it within ti
 """
 
 from rl.processes.forked_call import ForkedCall
-from rl.processes.message_frames import FrameReader, InvalidReply, encode_frame, read_message
+from rl.processes.message_frames import (
+    FrameReader,
+    InvalidReply,
+    encode_frame,
+    open_channel,
+    read_message,
+)
 from rl.processes.reaper import (
     MARK_VARIABLE,
     detach_from,
@@ -39,6 +45,7 @@ __all__ = [
     "find_descendants",
     "kill_process",
     "kill_tree",
+    "open_channel",
     "read_message",
     "set_parent_death_signal",
 ]

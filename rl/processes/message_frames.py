@@ -5,9 +5,11 @@ The other process may run user code, so nothing that it sends is trusted to be a
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import zlib
+from collections.abc import Iterator
 
 from rl.sanitize import sanitize_text
 
@@ -22,6 +24,22 @@ class InvalidReply(Exception):
 
 def encode_frame(payload: bytes) -> bytes:
     return _HEADER.pack(_MARK, len(payload), zlib.crc32(payload)) + payload
+
+
+@contextlib.contextmanager
+def open_channel() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Return this process's end of a channel, and the end of a process that the body starts.
+
+    The other end is closed after the body, and so is this end if the body raises.
+    """
+    channel, other_end = socket.socketpair()
+    try:
+        yield channel, other_end
+    except BaseException:
+        channel.close()
+        raise
+    finally:
+        other_end.close()
 
 
 class FrameReader:

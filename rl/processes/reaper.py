@@ -297,22 +297,26 @@ def kill_tree(pid: int) -> None:
         kill_process(member, group=True)
 
 
+def read_stat(pid: int | str) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name, from the state on; [] if the process has
+    ended, and without /proc.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    except OSError:
+        return []
+
+
 def find_descendants(pid: int) -> list[int]:
     """Return the pids of the living descendants of a process from /proc; [] without /proc."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:
-            continue  # it ended in the meantime
-        if fields[0] != b"Z":
+        if (fields := read_stat(folder.name)) and fields[0] != "Z":
             children.setdefault(int(fields[1]), []).append(int(folder.name))
-    result, pending = [], [pid]
-    while pending:
-        child_pids = children.pop(pending.pop(), [])
-        result += child_pids
-        pending += child_pids
-    return result
+    tree = [pid]
+    for member in tree:  # grows in the loop
+        tree += children.pop(member, [])
+    return tree[1:]
 
 
 def find_marked_processes(mark: str, session: int) -> list[int]:
@@ -324,13 +328,11 @@ def find_marked_processes(mark: str, session: int) -> list[int]:
     pids = []
     entry = f"{MARK_VARIABLE}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
-            in_session = int(fields[3]) == session and fields[0] != b"Z"
+        fields = read_stat(folder.name)
+        in_session = bool(fields) and int(fields[3]) == session and fields[0] != "Z"
+        with contextlib.suppress(OSError):  # it has ended, or runs as another user
             if in_session or entry in (folder / "environ").read_bytes().split(b"\0"):
                 pids.append(int(folder.name))
-        except OSError:
-            continue
     return pids
 
 

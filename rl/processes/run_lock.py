@@ -24,10 +24,10 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rl.errors import RunFolderError
+from rl.processes.reaper import read_stat
 
 LOCK = "run.lock"
 HEARTBEAT_SECONDS = 5.0
@@ -54,10 +54,8 @@ def _read_process(pid: int) -> tuple[str, str]:
 
     Process ids are reused, the pair (process id, start time) is not.
     """
-    with contextlib.suppress(OSError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], fields[19]
-    return "", ""
+    fields = read_stat(pid)
+    return (fields[0], fields[19]) if fields else ("", "")
 
 
 def _is_alive(pid: int, start_ticks: str) -> bool:
@@ -76,15 +74,15 @@ def _is_alive(pid: int, start_ticks: str) -> bool:
 
 def _process_record() -> dict[str, Any]:
     job = os.environ.get("SLURM_JOB_ID")
-    slurm = [job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)] if job else None
-    here = {
+    return {
         "host": socket.gethostname(),
         "boot": _boot_id(),
         "pid": os.getpid(),
         "began": _read_process(os.getpid())[1],
-        "slurm": slurm,
+        "slurm": [job, int(os.environ.get("SLURM_RESTART_COUNT") or 0)] if job else None,
+        "since": time.time(),
+        "nonce": uuid.uuid4().hex,
     }
-    return {**here, "since": time.time(), "nonce": uuid.uuid4().hex}
 
 
 class RunLock:
@@ -182,12 +180,7 @@ class RunLock:
     def __enter__(self) -> RunLock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
     def heartbeat_time(self) -> float | None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rl.processes import reaper
-from rl.processes.message_frames import FrameReader, encode_frame
+from rl.processes.message_frames import FrameReader, encode_frame, open_channel
 from rl.sanitize import sanitize_text
 
 # For a reaper to end. After it, the reaper is killed, and the processes below it are searched for.
@@ -57,8 +57,7 @@ class SupervisedProcess:
         fds = [] if channel is None else [channel.fileno()]
         flags = ["-P"] if path else ["-P", "-S"]  # a program needs no site-packages in its reaper
         line = [sys.executable, *flags, str(Path(reaper.__file__)), str(os.getpid())]
-        self._output_socket, reaper_end = socket.socketpair()
-        try:
+        with open_channel() as (self._output_socket, reaper_end):
             self._process = subprocess.Popen(
                 [*line, str(fds[0] if fds else -1), path, *command],
                 pass_fds=fds,
@@ -69,11 +68,6 @@ class SupervisedProcess:
                 env={**environment, reaper.MARK_VARIABLE: self._mark},
                 start_new_session=True,
             )
-        except BaseException:
-            self._output_socket.close()
-            raise
-        finally:
-            reaper_end.close()
         self._output_socket.setblocking(False)
 
     @property
@@ -264,8 +258,7 @@ class WorkerProcess(SupervisedProcess, MessageChannel):
         limit: int,
         output: Callable[[bytes], None] = lambda data: None,
     ):
-        channel, worker_end = socket.socketpair()
-        try:
+        with open_channel() as (channel, worker_end):
             SupervisedProcess.__init__(
                 self,
                 [function],
@@ -274,11 +267,6 @@ class WorkerProcess(SupervisedProcess, MessageChannel):
                 path=json.dumps(sys.path),
                 output=output,
             )
-        except BaseException:
-            channel.close()
-            raise
-        finally:
-            worker_end.close()
         MessageChannel.__init__(self, channel, limit)
         self._add_reader(self._output_socket, self.read_output)
 

@@ -6,8 +6,6 @@ rewards; `reward_scorer` runs rewards.
 
 from rl.rewards import (
     code,
-    countdown_reward,
-    ifeval_reward,
     instruction_checks,
     math_reward,
     multiple_choice_reward,
@@ -44,8 +42,6 @@ __all__ = [
     "load_file",
     "code",
     "build_worker_environment",
-    "countdown_reward",
-    "ifeval_reward",
     "instruction_checks",
     "is_builtin_reward",
     "multiple_choice_reward",

@@ -98,8 +98,9 @@ class _ProgramReward(ResourceReward):
             correct, passed = float(grade.all), grade.fraction
         if self.score == "all":
             return make_formatted_result(correct, program is not None)
-        result = make_formatted_result(passed, program is not None, tests_passed=passed)
-        return dataclasses.replace(result, metrics={**result.metrics, "correct": correct})
+        return make_formatted_result(
+            passed, program is not None, correct=correct, tests_passed=passed
+        )
 
 
 @register_reward("code_tests", reports=("correct", "format"))

@@ -1,5 +1,7 @@
 """Check the verifiable instructions of IFEval: Zhou et al. 2023, arXiv 2311.07911, table 1.
 
+The reward `ifeval` checks all instructions of a prompt.
+
 Each check takes a response and the parameters of its instruction, under the names that the data
 set's column `kwargs` uses. A word is a run of letters, digits and underscores.
 """
@@ -13,6 +15,9 @@ import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rl.errors import UserError
+from rl.rewards.reward_calls import Meta, RewardResult
+from rl.rewards.reward_registry import register_reward
 from rl.rewards.text import parse_json
 from rl.rewards.text_quality import rank_languages
 
@@ -375,3 +380,25 @@ def follow_instructions(
         any(text.strip() and INSTRUCTIONS[name](text, **values) for text in texts)
         for name, values in instructions
     ]
+
+
+_METRICS = ("correct", "loose", "instructions", "instructions_strict", "instructions_loose")
+
+
+@register_reward("ifeval", reports=_METRICS)
+def ifeval(prompt: str, response: str, meta: Meta = None) -> RewardResult:
+    """Return 1 if the response follows all instructions of meta["instruction_id_list"], whose
+    parameters are meta["kwargs"], else 0 (Zhou et al. 2023, arXiv 2311.07911).
+
+    Metrics: `correct` (strict) and `loose`: all instructions are followed. `instructions`,
+    `instructions_strict`, `instructions_loose`: how many there are, and are followed.
+    """
+    row = meta or {}
+    try:
+        instructions = bind_instructions(row.get("instruction_id_list"), row.get("kwargs"))
+    except ValueError as error:
+        raise UserError(f"the problem has no valid instructions: {error}") from error
+    strict = follow_instructions(instructions, response)
+    loose = follow_instructions(instructions, response, loose=True)
+    values = (all(strict), all(loose), len(instructions), sum(strict), sum(loose))
+    return RewardResult(float(all(strict)), dict(zip(_METRICS, map(float, values), strict=True)))

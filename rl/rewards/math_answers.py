@@ -27,7 +27,10 @@ _MATRIX = re.compile(
     r"\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL
 )
 _BASE = re.compile(r"(?:\\text)?\{?([0-9A-Z]+)\}?_(?:\{?(?:\\text\s*\{)?(\d+|[a-z]+)\}*)")
-_EQUALS = re.compile(r"(?<![<>!:=])=(?!=)|(?<![a-zA-Z])(?:\\approx|\\equiv)(?![a-zA-Z])")
+# Separators for `split_top`. A command ends where its letters end: \\in does not begin \\infty.
+_ITEMS = "[,;]"
+_EQUALS = r"(?<![<>!:=])=(?!=)|(?<![a-zA-Z])(?:\\approx|\\equiv)(?![a-zA-Z])"
+_IN, _UNION = (rf"\\{command}(?![^\W\d_])" for command in ("in", "cup"))
 _NAME = re.compile(
     r"(?:\\?[a-zA-Z]+(?:_(?:\{[^{}]*\}|\w))?'*)(?:\s*\([^()=]*\))?"  # x, \theta, x_{12}, f(x), Area
     r"|\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])+\s*\)"  # (x, y)
@@ -89,8 +92,7 @@ def _equal(answer: str, expected: str) -> bool:
     if expected_words is not None and (answer_words := parse_words(answer)) is not None:
         return expected_words == answer_words
     rules: Sequence[Callable[[str, str], bool | None]] = (
-        _equal_plus_minus, _equal_lists, _equal_membership, _equal_chains, _equal_sequences,
-        _equal_unions, _equal_matrices,
+        _equal_lists, _equal_membership, _equal_chains, _equal_sequences, _equal_unions,
     )  # fmt: skip
     for rule in rules:
         verdict = rule(answer, expected)
@@ -99,12 +101,10 @@ def _equal(answer: str, expected: str) -> bool:
     return _equal_values(answer, expected)
 
 
-def split_top(text: str, *separators: str) -> list[str]:
-    """Split at separators outside all brackets."""
-    # a command ends where its letters end: \\in is not the beginning of \\infty
-    words = [re.escape(s) + (r"(?![^\W\d_])" if s[0] == "\\" else "") for s in separators]
+def split_top(text: str, separator: str) -> list[str]:
+    """Split at the matches of the pattern `separator` outside all brackets."""
     parts, depth, start = [], 0, 0
-    for match in re.finditer("|".join([r"[(\[{)\]}]", *words]), text):
+    for match in re.finditer(rf"[(\[{{)\]}}]|{separator}", text):
         token = match.group()
         if token in _OPEN or token in _CLOSE:
             depth += 1 if token in _OPEN else -1
@@ -132,7 +132,7 @@ def _strip_brackets(text: str) -> str:
     while (
         _is_bracketed(text)
         and text[0] + text[-1] in ("{}", "()")
-        and len(split_top(text[1:-1], ",", ";")) == 1
+        and len(split_top(text[1:-1], _ITEMS)) == 1
     ):
         if text[0] == "(" and parse_words(text) is not None:
             break
@@ -141,53 +141,49 @@ def _strip_brackets(text: str) -> str:
 
 
 def _parse_sequence(text: str) -> tuple[str, list[str]] | None:
-    """Return (its two brackets, its items) of a tuple, interval or set; None for any other text."""
+    """Return (its two brackets, its items) of a tuple, interval or set, (its shape, its entries) of
+    a matrix or column in any brackets; None for any other text. Determinants are formulas.
+    """
     text = text.strip()
+    matrix = _MATRIX.fullmatch(text)
+    if matrix is not None and matrix.group(1) not in ("vmatrix", "Vmatrix"):
+        rows = [row.split("&") for row in re.split(r"\\\\", matrix.group(2)) if row.strip()]
+        entries = [entry.replace(r"\phantom", "").strip() for row in rows for entry in row]
+        return f"rows of {[len(row) for row in rows]}", entries
     if text.startswith(r"\{") and text.endswith(r"\}") and _is_bracketed(text[1:-2] + "}"):
         return "{}", _split_items(text[2:-2])
     if _is_bracketed(text) and text[0] != "{":
-        items = split_top(text[1:-1], ",", ";")
+        items = split_top(text[1:-1], _ITEMS)
         return (text[0] + text[-1], items) if len(items) > 1 else None
     return None
 
 
 def _split_list(text: str) -> tuple[bool, list[str]]:
-    """Return (whether the text is a set, the items of the set or of the list without brackets)."""
-    sequence = _parse_sequence(text)
-    if sequence is not None and sequence[0] == "{}":
-        return True, sequence[1]
-    return False, _split_items(text)
+    """Return (whether the text is a set, the items of the set or of the list without brackets).
+
+    An item a \\pm b is two items.
+    """
+    brackets, items = _parse_sequence(text) or ("", [])
+    if brackets != "{}":
+        items = _split_items(text)
+    return brackets == "{}", [value for item in items for value in _expand_signs(item)]
 
 
-def _check_count(items: Sequence[str], kind: str) -> None:
+def _check_count(items: Sequence[str]) -> None:
     if len(items) > _MAX_ITEMS:
-        raise FormulaTooLargeError(kind)
+        raise FormulaTooLargeError(f"a list or matrix of {len(items)} items")
 
 
 def _split_items(text: str) -> list[str]:
-    return [item for item in split_top(_AND.sub(",", text), ",", ";") if item]
+    return [item for item in split_top(_AND.sub(",", text), _ITEMS) if item]
 
 
-def _equal_plus_minus(answer: str, expected: str) -> bool | None:
-    """Compare a \\pm b as its two values, also within a list or set."""
-    if not any(sign in text for text in (answer, expected) for sign in (r"\pm", r"\mp")):
-        return None
-    sides = []
-    for text in (answer, expected):
-        _, items = _split_list(text)
-        _check_count(items, "a list of too many items")
-        sides.append(
-            [value for item in items for value in _expand_signs(_get_assigned_value(item))]
-        )
-    return _same_items(sides[0], sides[1])
-
-
-def _expand_signs(text: str) -> list[str]:
-    if r"\pm" not in text and r"\mp" not in text:
-        return [text]
-    signs = (("+", "-"), ("-", "+"))
+def _expand_signs(item: str) -> list[str]:
+    if r"\pm" not in item and r"\mp" not in item:
+        return [item]
+    value, signs = _get_assigned_value(item), (("+", "-"), ("-", "+"))
     values = [
-        re.sub(r"\\pm(?![a-z])", plus, re.sub(r"\\mp(?![a-z])", minus, text))
+        re.sub(r"\\pm(?![a-z])", plus, re.sub(r"\\mp(?![a-z])", minus, value))
         for plus, minus in signs
     ]
     return [re.sub(r"(^|[(,=]\s*)\+", r"\1", value) for value in values]
@@ -195,7 +191,7 @@ def _expand_signs(text: str) -> list[str]:
 
 def _get_assigned_value(item: str) -> str:
     """Return the value of "x = value"; any other item unchanged."""
-    members = _split_equalities(item)
+    members = split_top(item, _EQUALS)
     return members[-1] if len(members) == 2 and is_name(members[0]) else item
 
 
@@ -212,7 +208,7 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
     if len(answer_items) != len(expected_items):
         return False
     names = [
-        [_split_equalities(item)[0] if _get_assigned_value(item) != item else "" for item in side]
+        [split_top(item, _EQUALS)[0] if _get_assigned_value(item) != item else "" for item in side]
         for side in (answer_items, expected_items)
     ]
     if (
@@ -231,7 +227,7 @@ def _same_items(answer_items: Sequence[str], expected_items: Sequence[str]) -> b
     """Return whether the items are equal in some order."""
     if len(answer_items) != len(expected_items):
         return False
-    _check_count(expected_items, "a list of too many items")
+    _check_count(expected_items)
     remaining = list(expected_items)
     for item in answer_items:
         match = next((i for i, other in enumerate(remaining) if _equal_readings(item, other)), None)
@@ -243,7 +239,7 @@ def _same_items(answer_items: Sequence[str], expected_items: Sequence[str]) -> b
 
 def _equal_membership(answer: str, expected: str) -> bool | None:
     """Compare x \\in S as S."""
-    sides = [split_top(text, r"\in") for text in (answer, expected)]
+    sides = [split_top(text, _IN) for text in (answer, expected)]
     if not any(len(side) == 2 and is_name(side[0]) for side in sides):
         return None
     if all(len(side) == 2 for side in sides) and remove_spaces(sides[0][0]) != remove_spaces(
@@ -251,17 +247,6 @@ def _equal_membership(answer: str, expected: str) -> bool | None:
     ):
         return False
     return _equal(sides[0][-1], sides[1][-1])
-
-
-def _split_equalities(text: str) -> list[str]:
-    """Split a chain of equalities into its members."""
-    parts, start = [], 0
-    for match in _EQUALS.finditer(text):
-        before = text[: match.start()]
-        if sum(before.count(c) for c in _OPEN) == sum(before.count(c) for c in _CLOSE):
-            parts.append(text[start : match.start()].strip())
-            start = match.end()
-    return [*parts, text[start:].strip()]
 
 
 def is_name(text: str) -> bool:
@@ -285,7 +270,7 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
     in other letters.
     """
     answer_members, expected_members = (
-        list(filter(None, _split_equalities(text))) for text in (answer, expected)
+        list(filter(None, split_top(text, _EQUALS))) for text in (answer, expected)
     )
     if len(answer_members) < 2 and len(expected_members) < 2:
         return None
@@ -336,48 +321,24 @@ def _equal_equation(
 
 
 def _equal_sequences(answer: str, expected: str) -> bool | None:
-    """Compare tuples, points and intervals: the same brackets, and equal values in order."""
-    answer_sequence, expected_sequence = _parse_sequence(answer), _parse_sequence(expected)
-    if answer_sequence is None and expected_sequence is None:
+    """Compare tuples, points, intervals and matrices: the same brackets or shape, and equal values
+    in order.
+    """
+    answer_brackets, answer_items = _parse_sequence(answer) or ("", [])
+    brackets, items = _parse_sequence(expected) or ("", [])
+    if not answer_brackets and not brackets:
         return None
-    if (
-        answer_sequence is None
-        or expected_sequence is None
-        or answer_sequence[0] != expected_sequence[0]
-        or len(answer_sequence[1]) != len(expected_sequence[1])
-    ):
+    if answer_brackets != brackets or len(answer_items) != len(items):
         return False
-    _check_count(expected_sequence[1], "a list of too many items")
-    return all(_equal(a, b) for a, b in zip(answer_sequence[1], expected_sequence[1], strict=True))
+    _check_count(items)
+    return all(_equal(a, b) for a, b in zip(answer_items, items, strict=True))
 
 
 def _equal_unions(answer: str, expected: str) -> bool | None:
-    answer_parts, expected_parts = split_top(answer, r"\cup"), split_top(expected, r"\cup")
+    answer_parts, expected_parts = split_top(answer, _UNION), split_top(expected, _UNION)
     if len(answer_parts) == len(expected_parts) == 1:
         return None
     return _same_items(answer_parts, expected_parts)
-
-
-def _equal_matrices(answer: str, expected: str) -> bool | None:
-    """Compare matrices and columns, in round or square brackets, by their entries. Determinants are
-    formulas.
-    """
-    answer_match, expected_match = (_MATRIX.fullmatch(t.strip()) for t in (answer, expected))
-    if expected_match is None or expected_match.group(1) in ("vmatrix", "Vmatrix"):
-        return None
-    if answer_match is None or answer_match.group(1) in ("vmatrix", "Vmatrix"):
-        return False
-    sides = [
-        [row.split("&") for row in re.split(r"\\\\", side.group(2)) if row.strip()]
-        for side in (answer_match, expected_match)
-    ]
-    if [len(row) for row in sides[0]] != [len(row) for row in sides[1]]:
-        return False
-    entries = [[entry.replace(r"\phantom", "") for row in side for entry in row] for side in sides]
-    _check_count(entries[0], "a matrix of too many entries")
-    return all(
-        _equal_readings(a.strip(), b.strip()) for a, b in zip(entries[0], entries[1], strict=True)
-    )
 
 
 def _equal_values(answer: str, expected: str) -> bool:

@@ -231,11 +231,9 @@ def _bound_power_digits(
     base: Any, exponent: Any, digits: float, digits_of_exponent: float
 ) -> float:
     largest = _bound_magnitude(exponent, digits_of_exponent)
-    if base.free_symbols:
-        if largest > (_MAX_POWER if base.is_Symbol else _MAX_EXPANDED):
-            raise FormulaTooLargeError("a power of a formula that is too large to multiply out")
-        return _check_digits(max(1.0, digits) * (1.0 if base.is_Symbol else max(1.0, largest)))
-    return _check_digits(max(1.0, digits) * max(1.0, largest))
+    if base.free_symbols and largest > (_MAX_POWER if base.is_Symbol else _MAX_EXPANDED):
+        raise FormulaTooLargeError("a power of a formula that is too large to multiply out")
+    return _check_digits(max(1.0, digits) * (1.0 if base.is_Symbol else max(1.0, largest)))
 
 
 def _bound_magnitude(node: Any, digits: float) -> float:

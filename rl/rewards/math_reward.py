@@ -1,5 +1,4 @@
-"""Define built-in rewards for mathematics: `gsm8k` (numbers, string comparison) and
-`math_correctness`.
+"""Define built-in rewards for mathematics: `gsm8k` (numbers), `math_correctness` and `countdown`.
 
 The answer of a response is its last complete \\boxed{...} or the text after its last "####",
 whichever comes later.
@@ -8,6 +7,7 @@ whichever comes later.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from fractions import Fraction
 
 from rl.errors import UserError
@@ -55,6 +55,7 @@ _UNMARKED = re.compile(
 _LAST_NUMBER = re.compile(
     r"(?<![\w.])-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+|[eE][+-]?\d+)?\s?(?:\\?%|°)?"
 )
+_TAG = re.compile(r"<answer>([^<]{1,1000})</answer>")
 _HASHES = re.compile(r"(?<!#)####(?!#)")  # GSM8K's mark; a longer run of # is a rule or noise
 # Number of characters searched in a response without a marked answer: parsing time grows with
 # length.
@@ -115,8 +116,8 @@ def remove_emphasis(text: str) -> str:
     return text if emphasized is None else emphasized.group(2).strip()
 
 
-def parse_number(text: str) -> str | None:
-    """Return the only number in `text` in canonical spelling ("1,200.50 dollars" -> "1200.5").
+def parse_number(text: str) -> Fraction | None:
+    """Return the value of the only number in `text` ("1,200.50 dollars" -> 1200.5).
 
     Return None for no number, several numbers, or a formula. Only words and units may surround the
     number: 5x, 5!, \\pm 5, f(5) and 5 million are not 5. Equations before it must hold: 4 = 5 is no
@@ -151,15 +152,9 @@ def parse_number(text: str) -> str | None:
             text[: numbers[0].start()], text[numbers[0].end() :]
         ):
             return None
-        canonical = _format_canonical(numbers[0].group())
-    else:
-        canonical = _format_canonical(str(value)) if value.denominator == 1 else str(float(value))
+        value = Fraction(numbers[0].group().replace(",", ""))
     sums = [evaluate_arithmetic(re.sub(r"[$,]", "", member)) for member in members]
-    return (
-        canonical
-        if all(evaluation is None or evaluation[0] == Fraction(canonical) for evaluation in sums)
-        else None
-    )
+    return value if all(total is None or total[0] == value for total in sums) else None
 
 
 def _has_plain_context(before: str, after: str) -> bool:
@@ -175,13 +170,6 @@ def _has_plain_context(before: str, after: str) -> bool:
     if len(word) == 1:
         return word in _UNIT_LETTERS or bool(space and re.match(r"\s+[A-Za-z]{2}", rest))
     return word.lower() not in _NOT_UNITS and not set(word) <= set("xyz")
-
-
-def _format_canonical(number: str) -> str:
-    whole, _, fraction = number.lstrip("+-").replace(",", "").partition(".")
-    whole, fraction = whole.lstrip("0") or "0", fraction.rstrip("0")
-    canonical = f"{whole}.{fraction}" if fraction else whole
-    return f"-{canonical}" if number.startswith("-") and canonical != "0" else canonical
 
 
 @register_reward("gsm8k", bounded=True)
@@ -242,3 +230,27 @@ def math_correctness(prompt: str, response: str, meta: Meta = None) -> RewardRes
     return RewardResult(
         correct, {"correct": correct, "format": float(marked is not None), "gave_up": gave_up}
     )
+
+
+@register_reward("countdown", bounded=True)
+def countdown(prompt: str, response: str, meta: Meta = None) -> RewardResult:
+    """Return correct + 0.1 (format - 1). Best 1, worst -0.1.
+
+    `format`: an expression of + - * / and brackets is in \\boxed{}, after "####" or in
+    <answer></answer>. `correct`: the expression also uses only meta["numbers"], each at most once,
+    and equals meta["target"].
+    """
+    if meta is None or "numbers" not in meta or "target" not in meta:
+        raise UserError(
+            f"countdown needs meta['numbers'] and meta['target'], it has {sorted(meta or {})}"
+        )
+    tagged = _TAG.findall(response)
+    answer = extract_marked_answer(response) or (tagged[-1] if tagged else None)
+    evaluation = None if answer is None else evaluate_arithmetic(answer)
+    correct = False
+    if evaluation is not None:
+        value, used = evaluation
+        correct = value == Fraction(meta["target"]) and not Counter(used) - Counter(
+            int(number) for number in meta["numbers"]
+        )
+    return make_formatted_result(float(correct), evaluation is not None)

@@ -45,7 +45,7 @@ SCIENTIFIC_NUMBER = re.compile(
 )
 _POWER_OF_TEN = re.compile(r"([+-]?)10\^(?:\{([+-]?\d+)\}|(-?\d+))")
 _RATIO = re.compile(rf"({_SIGNED})/({_SIGNED})")
-_FRACTION = re.compile(r"([+-]?)(\d*)\\frac(?:\{([+-]?[\d.]+)\}|(\d))(?:\{([+-]?[\d.]+)\}|(\d))")
+_FRACTION = re.compile(rf"([+-]?)(\d*)\\frac(?:\{{({_SIGNED})\}}|(\d))(?:\{{({_SIGNED})\}}|(\d))")
 _MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)/(\d+)")
 _REPEATING = re.compile(r"([+-]?)(\d*)\.(\d*)\\(?:overline|bar|dot)(?:\{(\d+)\}|(\d))")
 _DOTS = re.compile(r"([+-]?)(\d*)\.(\d*?)(\d+?)\4+(?:\\(?:l|c)?dots|\.\.\.)")
@@ -196,9 +196,7 @@ def parse_exact_number(text: str) -> Fraction | None:
     Raises FormulaTooLargeError for a number of more than MAX_DIGITS digits.
     """
     if match := _MIXED.fullmatch(text.strip()):
-        sign, whole, top, bottom = match.groups()
-        ratio = _divide(_parse_digits(top), _parse_digits(bottom))
-        return None if ratio is None else _apply_sign(sign, _parse_digits(whole) + ratio)
+        return _make_mixed_number(*match.groups())
     if re.search(r"\d\s+[\d.]", text):
         return None
     text = re.sub(r"\s", "", text)
@@ -217,27 +215,14 @@ def parse_exact_number(text: str) -> Fraction | None:
     if match := _POWER_OF_TEN.fullmatch(text):
         return _apply_sign(match.group(1), _compute_power_of_ten(match.group(2) or match.group(3)))
     if match := _RATIO.fullmatch(text):
-        return _divide(_parse_decimal(match.group(1)), _parse_decimal(match.group(2)))
+        return _make_mixed_number("", "", *match.groups())
     if match := _FRACTION.fullmatch(text):
         sign, whole, top, digit, bottom, last = match.groups()
-        parts = [part or single_digit for part, single_digit in ((top, digit), (bottom, last))]
-        if not all(_DECIMAL.fullmatch(part) for part in parts):
-            return None
-        ratio = _divide(_parse_decimal(parts[0]), _parse_decimal(parts[1]))
-        return None if ratio is None else _apply_sign(sign, _parse_digits(whole or "0") + ratio)
-    if match := _REPEATING.fullmatch(text):
-        sign, whole, start, block, digit = match.groups()
-        return _parse_repeating(sign, whole, start, block or digit)
-    if match := _DOTS.fullmatch(text):
-        sign, whole, start, block = match.groups()
-        return _parse_repeating(sign, whole, start, block)
+        return _make_mixed_number(sign, whole, top or digit, bottom or last)
+    if match := _REPEATING.fullmatch(text) or _DOTS.fullmatch(text):
+        sign, whole, start, *block = match.groups()
+        return _make_repeating_number(sign, whole, start, "".join(filter(None, block)))
     return None
-
-
-def _parse_digits(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise FormulaTooLargeError(f"a number of {len(digits)} digits")
-    return int(digits)
 
 
 def _parse_decimal(text: str) -> Fraction:
@@ -252,17 +237,21 @@ def _compute_power_of_ten(exponent: str) -> Fraction:
     return Fraction(10) ** int(exponent)
 
 
-def _divide(top: Fraction | int, bottom: Fraction | int) -> Fraction | None:
-    return Fraction(top) / Fraction(bottom) if bottom else None
-
-
 def _apply_sign(sign: str, value: Fraction) -> Fraction:
     return -value if sign == "-" else value
 
 
-def _parse_repeating(sign: str, whole: str, start: str, block: str) -> Fraction:
-    value = Fraction(_parse_digits(whole + start or "0"))
-    value += Fraction(_parse_digits(block), 10 ** len(block) - 1)
+def _make_mixed_number(sign: str, whole: str, top: str, bottom: str) -> Fraction | None:
+    """Return whole + top / bottom with a sign; None if the fraction divides by 0."""
+    numerator, denominator = _parse_decimal(top), _parse_decimal(bottom)
+    if not denominator:
+        return None
+    return _apply_sign(sign, _parse_decimal(whole or "0") + numerator / denominator)
+
+
+def _make_repeating_number(sign: str, whole: str, start: str, block: str) -> Fraction:
+    """Return the value of whole.start and then block without end."""
+    value = _parse_decimal(whole + start or "0") + _parse_decimal(block) / (10 ** len(block) - 1)
     return _apply_sign(sign, value / 10 ** len(start))
 
 

@@ -60,10 +60,13 @@ def make_failed_score(failure: Failure, error: str) -> Score:
     return Score(None, {}, error, failure)
 
 
-def make_formatted_result(correct: float, has_format: bool, **metrics: float) -> RewardResult:
-    """Return correct + 0.1 (format - 1): best 1, worst -0.1."""
-    shown = {"correct": correct, "format": float(has_format), **metrics}
-    return RewardResult(correct + 0.1 * (float(has_format) - 1.0), shown)
+def make_formatted_result(score: float, has_format: bool, **metrics: float) -> RewardResult:
+    """Return score + 0.1 (format - 1): best 1, worst -0.1.
+
+    `metrics`: further metrics; `correct` is the score unless it is one of them.
+    """
+    shown = {"correct": score, "format": float(has_format), **metrics}
+    return RewardResult(score + 0.1 * (float(has_format) - 1.0), shown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ import logging
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from math import isfinite
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -147,8 +147,6 @@ class Reward:
     inline_safe: bool = False
     builtin: bool = False
     reports: tuple[str, ...] = ()
-    # time limit of each coroutine in seconds, set by the scorer
-    coroutine_timeout: float | None = field(default=None, init=False)
     file_address: tuple[str, str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
@@ -159,15 +157,16 @@ class Reward:
         awaits = self.kind.batched or self.kind.is_coroutine
         self.batched: bool = awaits or any(part.batched for part in parts)
         self.episode: bool = self.kind.episode or any(part.episode for part in parts)
-        self.inline_safe = self.inline_safe and not self.batched
         if parts:
             self.builtin = all(part.builtin for part in parts)
+            self.inline_safe = all(part.inline_safe for part in parts)
+            self.needs = tuple(module for part in parts for module in part.needs)
+        self.inline_safe = self.inline_safe and not self.batched
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         if self.file_address is None:
             return super().__reduce_ex__(protocol)
-        state = {"coroutine_timeout": self.coroutine_timeout}
-        return _resolve_in_file, (self.name, *self.file_address), state
+        return _resolve_in_file, (self.name, *self.file_address)
 
     def evaluate(
         self,
@@ -217,13 +216,12 @@ class Reward:
     ) -> Iterator[RewardResult | BaseException]:
         """Yield the result of each item, or the exception that it raised, as soon as it is known.
 
-        `coroutine_timeout`: time limit of each coroutine in seconds, by default that of the reward.
+        `coroutine_timeout`: time limit of each coroutine in seconds.
         """
-        timeout = coroutine_timeout or self.coroutine_timeout
         if isinstance(self.function, CombinedReward):
-            yield from self.function.iter_results(items, timeout)
+            yield from self.function.iter_results(items, coroutine_timeout)
         elif self.batched:
-            yield from self._iter_batch_results(items, timeout)
+            yield from self._iter_batch_results(items, coroutine_timeout)
         else:
             for item in items:
                 yield try_call(self._evaluate_item, item)
@@ -318,24 +316,16 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
         return _resolve_address(spec, settings)
     entry = _REGISTRY.get(spec)
     if entry is None:
-        close_names = difflib.get_close_matches(spec, _REGISTRY, n=1)
-        hint = f"did you mean {close_names[0]!r}? " if close_names else ""
         known = ", ".join(registered_rewards())
         raise UserError(
-            f"no reward is named {spec!r}: {hint}registered are {known}; pass your function "
-            "as 'module:function'"
+            f"no reward is named {spec!r}: {_suggest_name(spec, _REGISTRY)}registered are {known}; "
+            "pass your function as 'module:function'"
         )
-    function = _bind_settings(spec, entry.target, settings)
-    needs, inline_safe = entry.needs, entry.inline_safe
-    if isinstance(function, CombinedReward):
-        # Bounded if all parts are bounded; needs the modules of all parts.
-        needs = tuple(module for part in function.part_rewards() for module in part.needs)
-        inline_safe = all(part.inline_safe for part in function.part_rewards())
     return Reward(
         spec,
-        function,
-        needs=needs,
-        inline_safe=inline_safe,
+        _bind_settings(spec, entry.target, settings),
+        needs=entry.needs,
+        inline_safe=entry.inline_safe,
         builtin=entry.builtin,
         reports=entry.reports,
     )
@@ -436,13 +426,16 @@ def _get_callable(module: ModuleType, dotted: str, spec: str) -> Callable[..., A
         value = getattr(value, part, None)
     if not callable(value):
         available = _list_callables(module)
-        close_names = difflib.get_close_matches(dotted, available, n=1)
-        hint = f"did you mean {close_names[0]!r}? " if close_names else ""
         raise UserError(
-            f"reward {spec!r}: the module has no callable {dotted!r}; {hint}it has "
-            f"{', '.join(available) or 'none'}"
+            f"reward {spec!r}: the module has no callable {dotted!r}; "
+            f"{_suggest_name(dotted, available)}it has {', '.join(available) or 'none'}"
         )
     return value
+
+
+def _suggest_name(name: str, known: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {matches[0]!r}? " if matches else ""
 
 
 def _list_callables(module: ModuleType) -> list[str]:

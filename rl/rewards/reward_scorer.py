@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -167,9 +166,6 @@ class Scorer:
         self.reward = resolve_reward(reward)
         self.timeout = timeout
         self.seconds: dict[str, float] = {}
-        if self.reward.batched:
-            self.reward = replace(self.reward)
-            self.reward.coroutine_timeout = timeout
         self.counts = {"calls": 0, "errors": 0, "timeouts": 0, "nan": 0, "deaths": 0}
         _check_packages(self.reward)
         self.place: WorkerPlace = _select_place(self.reward)
@@ -538,13 +534,13 @@ class Scorer:
 
     def _make_worker(self, machine: RewardMachine | None = None) -> RewardWorker:
         if self.place == "thread":
-            return ThreadRewardWorker(self.reward, self._output)
+            return ThreadRewardWorker(self.reward, self.timeout, self._output)
         start = (
             partial(WorkerProcess, RUN_WORKER, self._environment, MAX_REPLY_BYTES, self._output)
             if machine is None
             else partial(machine.start_process, self.reward.name, self._variables)
         )
-        return ProcessRewardWorker(self.reward, start)
+        return ProcessRewardWorker(self.reward, self.timeout, start)
 
 
 class _ScorerClosed(Exception):

@@ -182,11 +182,15 @@ def select_variables(patterns: Sequence[str]) -> dict[str, str]:
     }
 
 
-def iter_scores(reward: Reward, items: Sequence[RewardItem]) -> Iterator[Score]:
+def iter_scores(
+    reward: Reward, items: Sequence[RewardItem], coroutine_timeout: float | None = None
+) -> Iterator[Score]:
     """Yield the reply to each item: its result, or an error that names the line of user code that
     raised it.
+
+    `coroutine_timeout`: time limit of each coroutine in seconds.
     """
-    for outcome in reward.iter_results(items):
+    for outcome in reward.iter_results(items, coroutine_timeout):
         yield (
             _make_error_reply(outcome)
             if isinstance(outcome, BaseException)
@@ -224,7 +228,7 @@ def run_worker(fd: int) -> None:
     """
     channel, worker_pid = socket.socket(fileno=fd), os.getpid()
     os.register_at_fork(after_in_child=lambda: _close_in_fork(channel))
-    nonce, pickled = pickle.loads(read_message(channel, limit=None))
+    nonce, timeout, pickled = pickle.loads(read_message(channel, limit=None))
 
     def send(number: int, reply: Score) -> None:
         channel.sendall(encode_frame(encode_reply(number, nonce, reply)))
@@ -246,7 +250,8 @@ def run_worker(fd: int) -> None:
         payloads = pickle.loads(message)
         # The items of a message are one call of a batched reward alone.
         calls = [payloads] if reward.batched else [[payload] for payload in payloads]
-        for reply in itertools.chain.from_iterable(_iter_pickled_scores(reward, c) for c in calls):
+        replies = (_iter_pickled_scores(reward, call, timeout) for call in calls)
+        for reply in itertools.chain.from_iterable(replies):
             if os.getpid() != worker_pid:
                 # A fork of this process, made by the reward, returned to this loop: only the
                 # original may reply.
@@ -255,10 +260,13 @@ def run_worker(fd: int) -> None:
             send(number, reply)
 
 
-def _iter_pickled_scores(reward: Reward, payloads: Sequence[bytes]) -> Iterator[Score]:
+def _iter_pickled_scores(
+    reward: Reward, payloads: Sequence[bytes], timeout: float
+) -> Iterator[Score]:
     """Yield the replies to pickled items, in order."""
     items = [try_call(pickle.loads, payload) for payload in payloads]  # runs code of user objects
-    replies = iter_scores(reward, [item for item in items if not isinstance(item, BaseException)])
+    valid_items = [item for item in items if not isinstance(item, BaseException)]
+    replies = iter_scores(reward, valid_items, timeout)
     refusal = "runs in another process, and this meta could not be unpickled"
     for item in items:
         yield (
@@ -284,22 +292,22 @@ class ThreadRewardWorker:
     continues to use its core.
     """
 
-    def __init__(self, reward: Reward, output: Callable[[bytes], None]):
+    def __init__(self, reward: Reward, timeout: float, output: Callable[[bytes], None]):
         self._calls: queue.SimpleQueue[Sequence[RewardItem] | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[Score] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._serve, args=(reward, output), daemon=True)
+        thread = threading.Thread(target=self._serve, args=(reward, timeout, output), daemon=True)
         thread.name = f"reward {reward.name}"
         try:
             thread.start()
         except RuntimeError as error:
             raise WorkerStartError(f"its thread did not start ({error})") from error
 
-    def _serve(self, reward: Reward, output: Callable[[bytes], None]) -> None:
+    def _serve(self, reward: Reward, timeout: float, output: Callable[[bytes], None]) -> None:
         while (items := self._calls.get()) is not None:
             count = 0
             with capture_thread_output(output):
                 try:
-                    for reply in iter_scores(reward, items):
+                    for reply in iter_scores(reward, items, timeout):
                         self._replies.put(as_remote_reply(reply))
                         count += 1
                 except BaseException as error:  # boundary: user code
@@ -330,7 +338,7 @@ class ProcessRewardWorker:
     `start`: starts the process; it raises OSError if that fails.
     """
 
-    def __init__(self, reward: Reward, start: Callable[[], MessageChannel]):
+    def __init__(self, reward: Reward, timeout: float, start: Callable[[], MessageChannel]):
         self._nonce = secrets.token_hex(16)
         # Of the process that runs the reward, known from its first message
         self._pid: int | None = None
@@ -342,7 +350,8 @@ class ProcessRewardWorker:
                 f"its worker process did not start ({describe_error(error)})"
             ) from error
         try:
-            self._process.send(pickle.dumps((self._nonce, pickle.dumps(reward))), _START_SECONDS)
+            first_message = pickle.dumps((self._nonce, timeout, pickle.dumps(reward)))
+            self._process.send(first_message, _START_SECONDS)
             self._receive_reply(READY_ITEM, _START_SECONDS)  # sent before any user code runs
             ready = self._receive_reply(READY_ITEM, _START_SECONDS)
         except TimeoutError as error:

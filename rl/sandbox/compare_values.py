@@ -9,6 +9,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 TOLERANCE = 1e-6  # of floats, relative and absolute
@@ -24,28 +25,17 @@ def compare_exact(value: Any, expected: Any) -> bool:
     return _compare_nested(value, expected, _are_equal)
 
 
-def compare_trimmed(value: Any, expected: Any) -> bool:
-    """Compare texts line by line, ignoring white space at line ends and around the whole text.
-
-    Compare other values as `compare_exact` does.
+def compare_texts(normalize: Callable[[str], Any], value: Any, expected: Any) -> bool:
+    """Compare texts by what `normalize` returns for them; compare other values as `compare_exact`
+    does.
     """
     if isinstance(value, str) and isinstance(expected, str):
-        return _split_lines(value.strip()) == _split_lines(expected.strip())
-    return compare_exact(value, expected)
-
-
-def compare_tokens(value: Any, expected: Any) -> bool:
-    """Compare texts word by word, ignoring the amount of space between words.
-
-    Compare other values as `compare_exact` does.
-    """
-    if isinstance(value, str) and isinstance(expected, str):
-        return value.split() == expected.split()
+        return bool(normalize(value) == normalize(expected))
     return compare_exact(value, expected)
 
 
 def compare_floats(value: Any, expected: Any) -> bool:
-    """Compare as `compare_tokens` does, but accept floats within 1e-6, relative or absolute.
+    """Compare texts word by word, but accept floats within 1e-6, relative or absolute.
 
     Two integers have to be equal. A float in place of an expected integer has to round to that
     integer as well.
@@ -64,12 +54,8 @@ def compare_unordered(value: Any, expected: Any) -> bool:
 
     Each item has to occur equally often.
     """
-    if isinstance(value, str) and isinstance(expected, str):
-        return sorted(line.split() for line in _split_lines(value)) == sorted(
-            line.split() for line in _split_lines(expected)
-        )
     if not (isinstance(value, _COLLECTIONS) and isinstance(expected, _COLLECTIONS)):
-        return compare_exact(value, expected)
+        return compare_texts(_sort_lines, value, expected)
     rest = list(expected)
     for item in value:
         match = next((i for i, other in enumerate(rest) if compare_exact(item, other)), None)
@@ -89,8 +75,9 @@ def compare_wrapped(value: Any, expected: Any) -> bool:
 
 COMPARERS: dict[str, Callable[[Any, Any], bool]] = {
     "exact": compare_exact,
-    "trimmed": compare_trimmed,
-    "tokens": compare_tokens,
+    # without white space at the ends of lines and of the whole text
+    "trimmed": partial(compare_texts, lambda text: _split_lines(text.strip())),
+    "tokens": partial(compare_texts, str.split),  # word by word
     "floats": compare_floats,
     "sets": compare_unordered,
     "wrapped": compare_wrapped,
@@ -102,6 +89,10 @@ def _split_lines(text: str) -> list[str]:
     while lines and not lines[-1]:
         lines.pop()
     return lines
+
+
+def _sort_lines(text: str) -> list[list[str]]:
+    return sorted(line.split() for line in _split_lines(text))
 
 
 def _compare_nested(a: Any, b: Any, equal: Callable[[Any, Any], bool], deep: int = 0) -> bool:

@@ -237,14 +237,9 @@ def grade_asserts(
         reply = job.request(
             {**message, "from": done, "wall_s": limits.wall_s, "total_s": remaining}, remaining
         )
-        for ok, reason in reply["verdicts"]:
-            yield bool(ok), str(reason)
-        done += len(reply["verdicts"])
-        if reply["by"] and done < count:  # the test after the last verdict ended it
-            by = "" if reply["by"] == "tester" else reply["by"]
-            verdict = _failed_verdict({**reply, "by": by}, limits, limits.wall_s, serving=True)
-            yield verdict or (False, "error: no verdict")
-            done += 1
+        verdicts = _read_verdicts(reply, limits)[: count - done]
+        yield from verdicts
+        done += len(verdicts)
 
 
 def grade_pytest(
@@ -267,12 +262,21 @@ def grade_pytest(
         {**message, "wall_s": limits.wall_s + _IMPORT_SECONDS, "total_s": limits.total_s},
         limits.total_s,
     )
-    passed = [(bool(ok), str(reason)) for ok, reason in reply["verdicts"]]
+    verdicts = _read_verdicts(reply, limits)
     rest = "skipped" if early_stop else "error: not run"
     if reply["by"]:
+        rest = f"{verdicts[-1][1].partition(':')[0]}: not run, the program had ended"
+    yield from verdicts
+    yield from [(False, rest)] * (reply["collected"] - len(verdicts))
+
+
+def _read_verdicts(reply: JsonObject, limits: SandboxLimits) -> list[Verdict]:
+    """Return the verdicts of a tester, with a failed one for the test that ended it or the
+    candidate.
+    """
+    verdicts = [(bool(ok), str(reason)) for ok, reason in reply["verdicts"]]
+    if reply["by"]:
         by = "" if reply["by"] == "tester" else reply["by"]
-        verdict = _failed_verdict({**reply, "by": by}, limits, limits.wall_s, serving=True)
-        passed.append(verdict or (False, "error: no verdict"))
-        rest = f"{passed[-1][1].partition(':')[0]}: not run, the program had ended"
-    yield from passed
-    yield from [(False, rest)] * (reply["collected"] - len(passed))
+        failed = _failed_verdict({**reply, "by": by}, limits, limits.wall_s, serving=True)
+        verdicts.append(failed or (False, "error: no verdict"))
+    return verdicts

@@ -28,12 +28,12 @@ def find_package_paths(packages: tuple[str, ...]) -> dict[str, str]:
     """
     places: dict[str, str] = {}
     seen: set[str] = set()
-    waiting = [(name, True) for name in packages]
+    waiting = list(packages)
     while waiting:
-        name, required_here = waiting.pop()
+        name = waiting.pop()
         distribution = _find_distribution(name)
         if distribution is None:
-            if required_here:
+            if name in packages:
                 remedy = f"pip install {name}, or leave it out"
                 raise UserError(
                     f"a sandbox needs the package {name!r}, which is not installed here: {remedy}"
@@ -47,9 +47,7 @@ def find_package_paths(packages: tuple[str, ...]) -> dict[str, str]:
         required = [
             text for text in distribution.requires or [] if "extra" not in text.partition(";")[2]
         ]
-        waiting += [
-            (match.group(), False) for text in required if (match := _NAME.match(text)) is not None
-        ]
+        waiting += [match.group() for text in required if (match := _NAME.match(text))]
     return places
 
 

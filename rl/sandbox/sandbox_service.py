@@ -206,21 +206,24 @@ class SandboxService:
         calls = []
         for text in tests.asserts:
             try:
-                (node,) = ast.parse(text).body
-                assert isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)
-                assert isinstance(node.test.ops[0], ast.Eq)
-                call, (right,) = node.test.left, node.test.comparators
-                assert (
-                    isinstance(call, ast.Call)
-                    and isinstance(call.func, ast.Name)
-                    and not call.keywords
-                )
-                arguments = [ast.literal_eval(item) for item in call.args]
-                case = (arguments, ast.literal_eval(right))
-                calls.append(Calls(call.func.id, [case], operator.eq))
-            except (AssertionError, ValueError, SyntaxError) as error:
+                name, arguments, right = _parse_equality(text)
+                case = ([ast.literal_eval(item) for item in arguments], ast.literal_eval(right))
+            except (ValueError, SyntaxError) as error:
                 reason = f"this assert needs a local sandbox: {text[:200]!r}"
                 raise UserError(
                     f"a service takes asserts `f(literals) == literal`; {reason}"
                 ) from error
+            calls.append(Calls(name, [case], operator.eq))
         return calls
+
+
+def _parse_equality(text: str) -> tuple[str, list[ast.expr], ast.expr]:
+    """Return name, arguments and right side of `assert name(arguments) == right`. Raises ValueError
+    or SyntaxError for any other text.
+    """
+    match ast.parse(text).body:
+        case [
+            ast.Assert(ast.Compare(ast.Call(ast.Name(name), arguments, []), [ast.Eq()], [right]))
+        ]:
+            return name, arguments, right
+    raise ValueError("another form of assert")

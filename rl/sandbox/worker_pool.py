@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl.errors import UserError
+from rl.processes import open_channel
 from rl.sandbox.inside import message_framing
 from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.zygote_launch import Zygote
@@ -45,7 +46,7 @@ class SandboxWorker:
         for attempt in (1, 2):
             try:
                 return self._open(job)
-            except (SandboxLost, RuntimeError, OSError) as error:
+            except (SandboxLost, RuntimeError, OSError, *_BROKEN_CONNECTION) as error:
                 self.kill_zygote()
                 if attempt == 2:
                     raise SandboxLost(f"no sandbox could be started: {error}") from error
@@ -53,14 +54,8 @@ class SandboxWorker:
 
     def _open(self, job: JsonObject) -> WorkerJob:
         zygote = self.zygote = self.zygote or self.start()
-        monitor_socket, zygote_end = socket.socketpair()
-        try:
+        with open_channel() as (monitor_socket, zygote_end):
             message_framing.send(zygote.control, {"job": True}, (zygote_end.fileno(),))
-        except (message_framing.ConnectionClosedError, OSError) as error:
-            monitor_socket.close()
-            raise SandboxLost(str(error)) from error
-        finally:
-            zygote_end.close()
         opened = WorkerJob(monitor_socket, secrets.token_hex(16))
         opened.request({**job, "do": "begin", "nonce": opened.nonce, "cores": self.cores}, 10.0)
         return opened

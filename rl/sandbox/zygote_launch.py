@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rl.errors import UserError
-from rl.processes import MARK_VARIABLE, SupervisedProcess
+from rl.processes import MARK_VARIABLE, SupervisedProcess, open_channel
 from rl.sandbox.inside import isolation, message_framing
 from rl.sandbox.inside.pytest_tester import PACKAGES_NAME
 from rl.sandbox.package_import import find_package_paths
@@ -112,11 +111,8 @@ def build_bubblewrap_command(
             line += _bind_arguments(prefix, prefix)
     else:
         line += ["--ro-bind", "/", "/", "--tmpfs", os.path.dirname(folder)]
-    line += _bind_arguments(str(_INSIDE_FOLDER), f"{folder}/rl/sandbox/inside")
-    if (pytest_folder := find_pytest_folder()) is not None:
-        line += _bind_arguments(pytest_folder, f"{folder}/{PACKAGES_NAME}")
-    for name, place in (importable_paths or {}).items():
-        line += _bind_arguments(place, f"{importable_folder(folder)}/{name}")
+    for inside, place in _list_sources(folder, importable_paths or {}).items():
+        line += _bind_arguments(place, inside)
     line += ["--proc", "/proc", "--dev", "/dev"]
     for place in ("/tmp", "/dev/shm"):
         line += ["--perms", "0777", "--tmpfs", place]
@@ -126,18 +122,25 @@ def build_bubblewrap_command(
 
 
 def create_source_folder(importable_paths: Mapping[str, str]) -> str:
-    """Create a folder that holds the code of the inner processes, the packages of pytest and
-    `importable_paths` as in `build_bubblewrap_command`, and no other file of this project.
-    """
+    """Create a folder that holds links to the files of `_list_sources`."""
     folder = tempfile.mkdtemp(prefix="sandbox-")
-    os.makedirs(f"{folder}/rl/sandbox")
-    os.symlink(_INSIDE_FOLDER, f"{folder}/rl/sandbox/inside")
-    if (pytest_folder := find_pytest_folder()) is not None:
-        os.symlink(pytest_folder, f"{folder}/{PACKAGES_NAME}")
     os.makedirs(importable_folder(folder))
-    for name, place in importable_paths.items():
-        os.symlink(place, f"{importable_folder(folder)}/{name}")
+    for inside, place in _list_sources(folder, importable_paths).items():
+        os.makedirs(os.path.dirname(inside), exist_ok=True)
+        os.symlink(place, inside)
     return folder
+
+
+def _list_sources(code: str, importable_paths: Mapping[str, str]) -> dict[str, str]:
+    """Return the files and folders that a zygote with its code in `code` can import, by their paths
+    there: the code of the inner processes and no other file of this project, the packages of pytest
+    if it is installed, and `importable_paths` as in `build_bubblewrap_command`.
+    """
+    sources = {f"{code}/rl/sandbox/inside": str(_INSIDE_FOLDER)}
+    if (pytest_folder := find_pytest_folder()) is not None:
+        sources[f"{code}/{PACKAGES_NAME}"] = pytest_folder
+    folder = importable_folder(code)
+    return sources | {f"{folder}/{name}": place for name, place in importable_paths.items()}
 
 
 def importable_folder(code: str) -> str:
@@ -196,16 +199,15 @@ class Zygote:
         `environment`: by default none of the caller's variables. `folder`: removed with the zygote.
         """
         self._folder = folder
-        self.control, zygote_end = socket.socketpair()
         try:
-            command = build_command(zygote_end.fileno())
-            self.process = SupervisedProcess(command, environment, channel=zygote_end, folder="/")
+            with open_channel() as (self.control, zygote_end):
+                command = build_command(zygote_end.fileno())
+                self.process = SupervisedProcess(
+                    command, environment, channel=zygote_end, folder="/"
+                )
         except BaseException:
-            self.control.close()
             self._remove_folder()
             raise
-        finally:
-            zygote_end.close()
         self.control.settimeout(_START_SECONDS)
         try:
             self.pid = message_framing.receive(self.control)["ready"]

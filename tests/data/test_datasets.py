@@ -32,7 +32,7 @@ from rl.data import row_readers as rows_module
 from rl.data.synthetic.sorting_dataset import is_test as sorting_is_test
 from rl.errors import UserError
 from rl.rewards import resolve_reward
-from rl.rewards.countdown_reward import evaluate_arithmetic
+from rl.rewards.math_text import evaluate_arithmetic
 from rl.types import Problem
 
 MBPP = {"task_id": 601, "text": "Double it.", "code": "def f(x):\r\n  return 2*x"}

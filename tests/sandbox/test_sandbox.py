@@ -419,7 +419,7 @@ def test_a_zygote_without_a_process_leaves_nothing(monkeypatch, tmp_path):
     folder = tmp_path / "code"
     folder.mkdir()
     ends = socket.socketpair()
-    monkeypatch.setattr("rl.sandbox.zygote_launch.socket.socketpair", lambda: ends)
+    monkeypatch.setattr("rl.processes.message_frames.socket.socketpair", lambda: ends)
     with pytest.raises(OSError, match="no process"):
         Zygote(lambda control: ["true"], folder=str(folder))
     assert [end.fileno() for end in ends] == [-1, -1] and not folder.exists()

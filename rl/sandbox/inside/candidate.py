@@ -292,13 +292,18 @@ def run_cell(code: str, space: JsonObject) -> str | None:
         sys.stderr.flush()
 
 
+def _return_bool(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], bool]:
+    return lambda target, other: bool(compare(target, other))
+
+
+_OPERATORS = (
+    "getitem setitem delitem contains add sub mul truediv floordiv mod pow matmul and or xor neg abs "
+    "invert"
+)
 _VERBS: dict[str, Callable[..., Any]] = {
     "attribute": getattr,
     "set": setattr,
     "delete": delattr,
-    "item": operator.getitem,
-    "put": operator.setitem,
-    "remove": operator.delitem,
     "contents": lambda target: target,
     "length": len,
     "list": list,
@@ -306,27 +311,9 @@ _VERBS: dict[str, Callable[..., Any]] = {
     "next": next,
     "text": str,
     "repr": repr,
-    "same": lambda target, other: bool(target == other),
-    "less": lambda target, other: bool(target < other),
-    "at most": lambda target, other: bool(target <= other),
-    "more": lambda target, other: bool(target > other),
-    "at least": lambda target, other: bool(target >= other),
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "divide": operator.truediv,
-    "divide whole": operator.floordiv,
-    "modulo": operator.mod,
-    "power": operator.pow,
-    "matrix multiply": operator.matmul,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-    "negative": operator.neg,
-    "absolute": abs,
-    "invert": operator.invert,
     "hash": hash,
-    "contains": operator.contains,
     "truth": bool,
     "is a": isinstance,
+    **{verb: getattr(operator, f"__{verb}__") for verb in _OPERATORS.split()},
+    **{verb: _return_bool(getattr(operator, verb)) for verb in ("eq", "lt", "le", "gt", "ge")},
 }

@@ -157,16 +157,13 @@ def kill_descendants(layers: set[str], me: int, first: int | None = None) -> int
 
 def list_descendants(root: int) -> list[int]:
     """Return the process ids of all descendants of `root`."""
-    descendants, edge = [], [root]
-    while edge:
-        pid = edge.pop()
+    tree = [root]
+    for pid in tree:  # grows in the loop
         with contextlib.suppress(OSError):  # a process that has ended meanwhile
             for task in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{task}/children") as file:
-                    children = [int(word) for word in file.read().split()]
-                descendants += children
-                edge += children
-    return descendants
+                    tree += map(int, file.read().split())
+    return tree[1:]
 
 
 def _become_candidate(
@@ -195,7 +192,7 @@ def _become_candidate(
         if "landlock" in layers:
             isolation.confine_files(os.getcwd())
         if "seccomp" in layers:
-            seccomp.install(isolation.libc, network="network" in layers)
+            seccomp.install(network="network" in layers)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         candidate.fresh_streams()

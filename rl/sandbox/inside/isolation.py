@@ -46,9 +46,15 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR
 libc: Any = ctypes.PyDLL(None, use_errno=True)
 
 
+def check(result: int, failure: str) -> None:
+    """Raise OSError with the reason of the system if a call of `libc` returned -1."""
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{failure}: {os.strerror(code)}")
+
+
 def prctl(option: int, value: int = 0) -> None:
-    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}): {os.strerror(ctypes.get_errno())}")
+    check(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl({option})")
 
 
 def die_with_parent() -> None:
@@ -85,12 +91,7 @@ def fork_into(layers: set[str]) -> int:
         api.PyOS_AfterFork_Child()
     else:
         api.PyOS_AfterFork_Parent()
-    if pid < 0:
-        code = ctypes.get_errno()
-        raise OSError(
-            code,
-            f"no new namespaces ({' '.join(sorted(layers & set(_CLONE)))}): {os.strerror(code)}",
-        )
+    check(pid, f"no new namespaces ({' '.join(sorted(layers & set(_CLONE)))})")
     return pid
 
 
@@ -135,17 +136,14 @@ def unmount_proc_covers() -> None:
     with open("/proc/self/mountinfo") as file:
         places = [line.split()[4] for line in file]
     for place in [place for place in places if place.startswith("/proc/")]:
-        if libc.umount2(place.encode(), _MNT_DETACH) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, f"{place} cannot be unmounted: {os.strerror(code)}")
+        check(libc.umount2(place.encode(), _MNT_DETACH), f"{place} cannot be unmounted")
 
 
 def mount(place: str, options: str, flags: int = 0, kind: str = "tmpfs") -> None:
     flags |= _MS_NOSUID | _MS_NODEV
     source, target, text = kind.encode(), place.encode(), options.encode()
-    if libc.mount(source, target, source, ctypes.c_ulong(flags), text) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"no {kind} at {place}: {os.strerror(code)}")
+    result = libc.mount(source, target, source, ctypes.c_ulong(flags), text)
+    check(result, f"no {kind} at {place}")
 
 
 def drop_capabilities() -> None:
@@ -155,8 +153,7 @@ def drop_capabilities() -> None:
             break  # past the last capability of the kernel, or no capability to drop
     head = (ctypes.c_uint32 * 2)(0x20080522, 0)
     none = (ctypes.c_uint32 * 6)()
-    if libc.capset(head, none) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
+    check(libc.capset(head, none), "capset")
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 

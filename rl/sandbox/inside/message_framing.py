@@ -13,7 +13,8 @@ import struct
 from typing import Any
 
 JsonObject = dict[str, Any]
-_HEAD = struct.Struct("!Q")
+HEAD = struct.Struct("!Q")  # the length of a message
+_MAX_FDS = 8  # of a message
 MAX_MESSAGE_BYTES = 1 << 30  # bytes of a message
 
 
@@ -60,59 +61,59 @@ def encode_text(text: str) -> bytes:
 def pack(message: JsonObject) -> bytes:
     """Return the bytes of a message."""
     body = json.dumps(message).encode()
-    return _HEAD.pack(len(body)) + body
+    return HEAD.pack(len(body)) + body
 
 
 def receive(channel: socket.socket | int, max_bytes: int = MAX_MESSAGE_BYTES) -> JsonObject:
     """Return the next message. Raises ConnectionClosedError, BadMessage, and TimeoutError if the socket has a
     timeout.
     """
-    return _read(receive_bytes(channel, max_bytes))
+    return parse_object(receive_bytes(channel, max_bytes))
 
 
-def receive_bytes(channel: socket.socket | int, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
-    """Return the bytes of the next message, unparsed. Raises ConnectionClosedError, TooLong, and TimeoutError if
-    the socket has a timeout.
+def receive_bytes(
+    channel: socket.socket | int,
+    max_bytes: int = MAX_MESSAGE_BYTES,
+    fds: list[int] | None = None,
+) -> bytes:
+    """Return the bytes of the next message, unparsed. `fds`: list to which the file descriptors sent
+    with it are appended. Raises ConnectionClosedError, TooLong, and TimeoutError if the socket has a
+    timeout.
     """
-    (size,) = _HEAD.unpack(_read_exactly(channel, _HEAD.size))
+    (size,) = HEAD.unpack(_read_exactly(channel, HEAD.size, fds))
     if size > max_bytes:
         raise TooLong(f"a message of {size} bytes, at most {max_bytes} are allowed")
     return _read_exactly(channel, size)
 
 
-def receive_with_fds(channel: socket.socket, most: int = 8) -> tuple[JsonObject, list[int]]:
+def receive_with_fds(channel: socket.socket) -> tuple[JsonObject, list[int]]:
     """Return a message and the file descriptors sent with it."""
-    first, fds, _, _ = socket.recv_fds(channel, _HEAD.size, most)
-    if not first:
-        raise ConnectionClosedError("closed")
-    head = first + (
-        _read_exactly(channel, _HEAD.size - len(first)) if len(first) < _HEAD.size else b""
-    )
-    (size,) = _HEAD.unpack(head)
-    if size > MAX_MESSAGE_BYTES:
-        raise BadMessage(f"a message of {size} bytes")
-    return _read(_read_exactly(channel, size)), list(fds)
+    fds: list[int] = []
+    return parse_object(receive_bytes(channel, fds=fds)), fds
 
 
-def _read(body: bytes) -> JsonObject:
+def parse_object(body: bytes | str, error: type[Exception] = BadMessage) -> JsonObject:
+    """Return the JSON object of a message. Raises `error` for any other content."""
     try:
-        message = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BadMessage(f"not JSON: {error}") from error
-    if not isinstance(message, dict):
-        raise BadMessage(f"a JSON {type(message).__name__}, expected an object")
+        message = json.loads(body if isinstance(body, str) else body.decode("utf-8"))
+    except (ValueError, RecursionError) as cause:
+        raise error(f"not JSON: {str(cause)[:100]}") from cause
+    if type(message) is not dict:
+        raise error(f"a JSON {type(message).__name__}, expected an object")
     return message
 
 
-def _read_exactly(channel: socket.socket | int, size: int) -> bytes:
+def _read_exactly(channel: socket.socket | int, size: int, fds: list[int] | None = None) -> bytes:
     parts = []
     while size:
         try:
-            part = (
-                os.read(channel, min(size, 1 << 20))
-                if isinstance(channel, int)
-                else channel.recv(min(size, 1 << 20))
-            )
+            if isinstance(channel, int):
+                part = os.read(channel, min(size, 1 << 20))
+            elif fds is None:
+                part = channel.recv(min(size, 1 << 20))
+            else:
+                part, received, _, _ = socket.recv_fds(channel, size, _MAX_FDS)
+                fds += received
         except ConnectionResetError as error:
             raise ConnectionClosedError(str(error)) from error
         if not part:

@@ -7,11 +7,10 @@ other form raises `ForgedMessageError`.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
-from rl.sandbox.inside.message_framing import JsonObject
+from rl.sandbox.inside.message_framing import JsonObject, parse_object
 from rl.sandbox.inside.value_codec import ForgedMessageError, is_family, is_name
 from rl.sandbox.inside.value_display import show
 
@@ -39,13 +38,7 @@ class ResultReply:
 
 def parse(body: bytes | str) -> JsonObject:
     """Return the JSON object of a frame. Raises ForgedMessageError."""
-    try:
-        message = json.loads(body if isinstance(body, str) else body.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ForgedMessageError(f"not JSON: {str(error)[:100]}") from error
-    if type(message) is not dict:
-        raise ForgedMessageError(f"a JSON {type(message).__name__}, expected an object")
-    return message
+    return parse_object(body, ForgedMessageError)
 
 
 def read_loaded(message: JsonObject) -> tuple[str, str] | None:

@@ -6,20 +6,18 @@ import contextlib
 import os
 import select
 import socket
-import struct
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from rl.sandbox.inside import isolation, message_framing, reply_parser
 from rl.sandbox.inside.init_process import list_descendants
-from rl.sandbox.inside.message_framing import JsonObject
+from rl.sandbox.inside.message_framing import HEAD, JsonObject
 
 _TICK_SECONDS = 0.02  # minimum seconds between two counts
 _COUNT_PAUSE_FACTOR = 10  # minimum pause as a multiple of the duration of the last count
 _PAGE_MB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 _CLOCK = os.sysconf("SC_CLK_TCK")
-_HEAD = struct.Struct("!Q")
 
 
 class LimitReached(Exception):
@@ -93,12 +91,12 @@ class RunWatcher:
         """
         longest = int(self.limits["output_kb"]) << 10
         while True:
-            if len(self._unread) >= _HEAD.size:
-                end = _HEAD.size + _HEAD.unpack_from(self._unread)[0]
-                if end - _HEAD.size > longest:
+            if len(self._unread) >= HEAD.size:
+                end = HEAD.size + HEAD.unpack_from(self._unread)[0]
+                if end - HEAD.size > longest:
                     raise LimitReached("output")
                 if len(self._unread) >= end:
-                    body, self._unread = self._unread[_HEAD.size : end], self._unread[end:]
+                    body, self._unread = self._unread[HEAD.size : end], self._unread[end:]
                     return body
             if source in self._wait_for_event(deadline, (source,)):
                 part = os.read(source, 1 << 18)
@@ -132,10 +130,8 @@ class RunWatcher:
         """Wait shortly for the exit status of a candidate that closed its pipe, which usually means
         that it has ended.
         """
-        soon = min(deadline, time.monotonic() + 0.25)
         with contextlib.suppress(LimitReached):
-            while self.ended is None:
-                self._wait_for_event(soon, ())
+            self.wait_for_end(min(deadline, time.monotonic() + 0.25))
 
     def _wait_for_event(
         self, deadline: float, sources: tuple[int, ...], sinks: tuple[int, ...] = ()

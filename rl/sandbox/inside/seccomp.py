@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import platform
 import struct
-from typing import Any
+
+from rl.sandbox.inside.isolation import check, libc
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # Calls that later kernels add are not reviewed; the filter returns ENOSYS for them.
@@ -50,6 +50,7 @@ _CLONE, _CLONE3, _SOCKET, _IOCTL = (56, 220), (435, 435), (41, 198), (16, 29)
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEWNS, TIME, CGROUP, UTS, IPC, USER, PID, NET
 _FAMILIES = (1, 2, 10)  # unix, and IP within the run's network namespace, which has no route
 _TIOCSTI = 0x5412
+_Instruction = tuple[int, int, int, int]  # operation, jumps if true and if false, operand
 _LOAD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NR, _ARCH, _ARGUMENT = 0, 4, 16
@@ -66,48 +67,41 @@ def build_filter(network: bool = True) -> bytes:
         raise OSError(errno.ENOSYS, f"no system call numbers are known for {machine}")
     column = list(_ARCHITECTURES).index(machine)
     refuse, allow = (_RET, 0, 0, _ERRNO | errno.EPERM), (_RET, 0, 0, _ALLOW)
-    code: list[tuple[int, int, int, int]] = [
+    unknown = (_RET, 0, 0, _ERRNO | errno.ENOSYS)
+    code: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCH), (_JEQ, 1, 0, _ARCHITECTURES[machine]), (_RET, 0, 0, _KILL),
         (_LOAD, 0, 0, _NR), (_JGE, 0, 1, 0x40000000), (_RET, 0, 0, _KILL),
-        (_JGE, 0, 1, _NEWEST_CALL + 1), (_RET, 0, 0, _ERRNO | errno.ENOSYS),
+        (_JGE, 0, 1, _NEWEST_CALL + 1), unknown,
         # the flags of clone3 are in memory, which the filter cannot read; libraries use clone then
-        (_JEQ, 0, 1, _CLONE3[column]), (_RET, 0, 0, _ERRNO | errno.ENOSYS),
+        *_if_equal(_CLONE3[column], unknown),
     ]  # fmt: skip
     for numbers in _NUMBERS.values():
         if numbers[column] != "-":
-            code += [(_JEQ, 0, 1, int(numbers[column])), refuse]
-    code += [
-        (_JEQ, 0, 4, _CLONE[column]),
-        (_LOAD, 0, 0, _ARGUMENT),
-        (_JSET, 0, 1, _NEW_NAMESPACES),
-        refuse,
-        allow,
-    ]
+            code += _if_equal(int(numbers[column]), refuse)
+    flags = (_LOAD, 0, 0, _ARGUMENT), (_JSET, 0, 1, _NEW_NAMESPACES), refuse
+    code += _if_equal(_CLONE[column], *flags, allow)
     families = _FAMILIES if network else ()
     known = [(_JEQ, len(families) - i, 0, family) for i, family in enumerate(families)]
-    code += [(_JEQ, 0, len(known) + 3, _SOCKET[column]), (_LOAD, 0, 0, _ARGUMENT), *known]
-    code += [(_RET, 0, 0, _ERRNO | errno.EAFNOSUPPORT), allow]
-    code += [
-        (_JEQ, 0, 4, _IOCTL[column]),
-        (_LOAD, 0, 0, _ARGUMENT + 8),
-        (_JEQ, 0, 1, _TIOCSTI),
-        refuse,
-        allow,
-        allow,
-    ]
+    other = (_RET, 0, 0, _ERRNO | errno.EAFNOSUPPORT)
+    code += _if_equal(_SOCKET[column], (_LOAD, 0, 0, _ARGUMENT), *known, other, allow)
+    request = (_LOAD, 0, 0, _ARGUMENT + 8), *_if_equal(_TIOCSTI, refuse)
+    code += [*_if_equal(_IOCTL[column], *request, allow), allow]
     return b"".join(struct.pack("HBBI", *line) for line in code)
 
 
-def install(libc: Any, network: bool = True) -> None:
+def _if_equal(value: int, *body: _Instruction) -> list[_Instruction]:
+    """Return the instructions that run `body` only if the loaded number is `value`."""
+    return [(_JEQ, 0, len(body), value), *body]
+
+
+def install(network: bool = True) -> None:
     """Install the filter irrevocably for this process and its children. Sets no_new_privs, which
     the filter requires.
     """
     lines = build_filter(network)
     buffer = ctypes.create_string_buffer(lines, len(lines))
     pointer = struct.pack("HxxxxxxQ", len(lines) // 8, ctypes.addressof(buffer))
-    if (
-        libc.prctl(38, ctypes.c_ulong(1), 0, 0, 0) != 0
-        or libc.prctl(22, ctypes.c_ulong(2), ctypes.c_char_p(pointer), 0, 0) != 0
-    ):
-        code = ctypes.get_errno()
-        raise OSError(code, f"cannot install the seccomp filter: {os.strerror(code)}")
+    result = libc.prctl(38, ctypes.c_ulong(1), 0, 0, 0) or libc.prctl(
+        22, ctypes.c_ulong(2), ctypes.c_char_p(pointer), 0, 0
+    )
+    check(result, "cannot install the seccomp filter")

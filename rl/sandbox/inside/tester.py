@@ -188,7 +188,7 @@ def _forward(verb: str, convert: Callable[[Any], Any] = lambda result: result) -
 # Not methods: a test may use attributes of the program's objects by any name.
 _get_contents = _forward("contents")
 _iterate = _forward("iterate")
-_is_same = _forward("same", bool)
+_is_same = _forward("eq", bool)
 _is_instance = _forward("is a", bool)
 
 
@@ -216,7 +216,7 @@ def _get_item(self: RemoteObject, key: Any) -> Any:
     """Return an item of an object, or a slice of the contents of a container."""
     if isinstance(key, slice) and type(contents := _get_contents(self)) is not RemoteObject:
         return contents[key]
-    return _forward("item")(self, key)
+    return _forward("getitem")(self, key)
 
 
 class RemoteObject:
@@ -235,8 +235,8 @@ class RemoteObject:
     __setattr__ = _forward("set")
     __delattr__ = _forward("delete")
     __getitem__ = _get_item
-    __setitem__ = _forward("put")
-    __delitem__ = _forward("remove")
+    __setitem__ = _forward("setitem")
+    __delitem__ = _forward("delitem")
     __len__ = _forward("length", int)
     __next__ = _forward("next")
     __str__ = _forward("text", str)
@@ -261,21 +261,17 @@ class RemoteObject:
     def __ne__(self, other: object) -> bool:
         return not RemoteObject.__eq__(self, other)
 
-    __lt__, __le__ = _combine("less", bool, operator.lt), _combine("at most", bool, operator.le)
-    __gt__, __ge__ = _combine("more", bool, operator.gt), _combine("at least", bool, operator.ge)
+    __lt__, __le__ = _combine("lt", bool, operator.lt), _combine("le", bool, operator.le)
+    __gt__, __ge__ = _combine("gt", bool, operator.gt), _combine("ge", bool, operator.ge)
     __add__ = _combine("add", of_contents=operator.add)
     __radd__ = _combine("add", of_contents=lambda contents, other: other + contents)
-    __sub__, __mul__ = _combine("subtract", of_contents=operator.sub), _combine("multiply")
-    __truediv__, __floordiv__ = _combine("divide"), _combine("divide whole")
-    __mod__, __pow__, __matmul__ = (
-        _combine("modulo"),
-        _combine("power"),
-        _combine("matrix multiply"),
-    )
+    __sub__, __mul__ = _combine("sub", of_contents=operator.sub), _combine("mul")
+    __truediv__, __floordiv__ = _combine("truediv"), _combine("floordiv")
+    __mod__, __pow__, __matmul__ = _combine("mod"), _combine("pow"), _combine("matmul")
     __and__ = _combine("and", of_contents=operator.and_)
     __or__ = _combine("or", of_contents=operator.or_)
     __xor__ = _combine("xor", of_contents=operator.xor)
-    __neg__, __abs__, __invert__ = _forward("negative"), _forward("absolute"), _forward("invert")
+    __neg__, __abs__, __invert__ = _forward("neg"), _forward("abs"), _forward("invert")
     __hash__ = _forward("hash", int)
 
     def __instancecheck__(self, instance: Any) -> bool:
@@ -345,7 +341,7 @@ def serve(
         if "capabilities" in layers:
             isolation.drop_capabilities()
         if "seccomp" in layers:
-            seccomp.install(isolation.libc)
+            seccomp.install()
         longest = int(limits["output_kb"]) << 10
         run(message, CandidateClient(requests, answers, longest, end), verdicts)
         message_framing.send(verdicts, {"done": True})

@@ -12,6 +12,7 @@ import collections
 import datetime
 import decimal
 import fractions
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -28,21 +29,18 @@ DECIMAL_DIGITS = 1 << 17  # and the largest exponent
 _NAME_LENGTH, _FAMILY_LENGTH = 1000, 200
 _KEYS_AT_ONCE, _SECONDS, _SECONDS_PER_KEY = 256, 0.5, 5e-6
 _SMALL = 1 << 63
-_SEQUENCES: dict[str, type] = {
+_CONTAINERS: dict[str, type] = {
     "l": list,
     "t": tuple,
     "s": set,
     "f": frozenset,
     "q": collections.deque,
-}
-_TAGS: dict[type, str] = {of: tag for tag, of in _SEQUENCES.items()}
-_MAPS: dict[str, type] = {
     "d": dict,
     "C": collections.Counter,
     "O": collections.OrderedDict,
     "D": collections.defaultdict,
 }
-_MAP_TAGS: dict[type, str] = {of: tag for tag, of in _MAPS.items()}
+_TAGS: dict[type, str] = {of: tag for tag, of in _CONTAINERS.items()}
 _TEXTS: dict[str, tuple[type, Callable[[Any], str], re.Pattern[str], Callable[[str], Any]]] = {
     "i": (int, hex, re.compile(r"-?0x[0-9a-f]+"), lambda text: int(text, 16)),
     "B": (bytes, bytes.hex, re.compile(r"(?:[0-9a-f]{2})*"), bytes.fromhex),
@@ -95,11 +93,8 @@ def encode(value: Any, reference: Callable[[Any], list[Any]] | None = None, dept
         return value if -_SMALL < value < _SMALL else ["i", hex(_check_bounds(value))]
     if depth > MAX_DEPTH:
         raise NotPlain(f"nested deeper than {MAX_DEPTH}")
-    tag = _TAGS.get(of)
-    if tag is not None:
-        return [tag, *[encode(item, reference, depth + 1) for item in value]]
-    if of in _MAP_TAGS:
-        return _encode_map(_MAP_TAGS[of], value, reference, depth)
+    if of in _TAGS:
+        return _encode_container(of, value, reference, depth)
     if of is complex:
         return ["c", value.real, value.imag]
     if of is range:
@@ -112,11 +107,14 @@ def encode(value: Any, reference: Callable[[Any], list[Any]] | None = None, dept
     return _encode_other(value, of, reference, depth)
 
 
-def _encode_map(tag: str, value: dict[Any, Any], reference: Any, depth: int) -> list[Any]:
-    items: list[Any] = [tag]
-    for key, item in dict.items(value):
-        items += [encode(key, reference, depth + 1), encode(item, reference, depth + 1)]
-    return items
+def _encode_container(of: Any, value: Any, reference: Any, depth: int) -> list[Any]:
+    """Encode an instance of the container `of` or of its subclass, by the methods of `of`. The keys
+    and values of a mapping alternate.
+    """
+    items = of.__iter__(value)
+    if issubclass(of, dict):
+        items = itertools.chain.from_iterable(dict.items(value))
+    return [_TAGS[of], *[encode(item, reference, depth + 1) for item in items]]
 
 
 def _encode_other(value: Any, of: type, reference: Any, depth: int) -> Any:
@@ -129,11 +127,9 @@ def _encode_other(value: Any, of: type, reference: Any, depth: int) -> Any:
             return float.__add__(value, 0.0)
         if base is str:
             return "".join(str.__iter__(value))
-        if base is dict and of.__module__ != "__main__":
-            return _encode_map("d", value, reference, depth)
-        if base in _TAGS:
-            items = base.__iter__(value)
-            return [_TAGS[base], *[encode(item, reference, depth + 1) for item in items]]
+        is_plain_dict = base is dict and of.__module__ != "__main__"
+        if is_plain_dict or (base in _TAGS and not issubclass(base, dict)):
+            return _encode_container(base, value, reference, depth)
         if base is bytes:
             return ["B", bytes.hex(value)]
     if of.__module__ == "builtins" and of.__name__ in ("dict_keys", "dict_values", "dict_items"):
@@ -153,7 +149,7 @@ def adds_names(of: type) -> bool:
     """
     added = False
     for base in type.__dict__["__mro__"].__get__(of):
-        if base in _TAGS or base in _MAP_TAGS:
+        if base in _TAGS:
             return added
         added = added or any(not name.startswith("_") for name in vars(base))
     return False
@@ -251,11 +247,12 @@ class _Decoder:
         if of is not list or not value or type(value[0]) is not str or depth > MAX_DEPTH:
             raise ForgedMessageError(f"no encoded value: {show(value, 80)}")
         tag = value[0]
-        if tag in _SEQUENCES or tag in _MAPS:
+        if tag in _CONTAINERS:
             items = []  # no comprehension, which would be a further frame for each level
             for item in value[1:]:
                 items.append(self.read(item, depth + 1))
-            return self._sequence(tag, items) if tag in _SEQUENCES else self._map(tag, items)
+            is_map = issubclass(_CONTAINERS[tag], dict)
+            return self._map(tag, items) if is_map else self._sequence(tag, items)
         if tag in _TEXTS:
             return self._text(tag, value)
         if tag == "r":
@@ -274,10 +271,9 @@ class _Decoder:
 
     def _sequence(self, tag: str, items: list[Any]) -> Any:
         if tag not in ("s", "f"):
-            return _SEQUENCES[tag](items)
+            return _CONTAINERS[tag](items)
         unique: set[Any] = set()
-        for i in range(0, len(items), _KEYS_AT_ONCE):
-            self._hash(unique.update, items[i : i + _KEYS_AT_ONCE])
+        self._insert(unique.update, items)
         return unique if tag == "s" else frozenset(unique)
 
     def _map(self, tag: str, items: list[Any]) -> Any:
@@ -285,23 +281,23 @@ class _Decoder:
             raise ForgedMessageError("a mapping with a key that has no value")
         pairs = list(zip(items[::2], items[1::2], strict=True))
         mapping: dict[Any, Any] = {}
-        for i in range(0, len(pairs), _KEYS_AT_ONCE):
-            self._hash(mapping.update, pairs[i : i + _KEYS_AT_ONCE])
-        return collections.defaultdict(None, mapping) if tag == "D" else _MAPS[tag](mapping)
+        self._insert(mapping.update, pairs)
+        return collections.defaultdict(None, mapping) if tag == "D" else _CONTAINERS[tag](mapping)
 
-    def _hash(self, update: Callable[[Any], None], keys: list[Any]) -> None:
+    def _insert(self, update: Callable[[Any], None], keys: list[Any]) -> None:
         """Insert keys into a set or mapping in small batches and bound the time: a hostile sender
         can choose many keys with colliding hashes.
         """
-        begun = time.thread_time()
-        try:
-            update(keys)
-        except TypeError as error:
-            raise ForgedMessageError(f"a key without a hash: {error}") from error
-        self.keys += len(keys)
-        self.seconds += time.thread_time() - begun
-        if self.seconds > _SECONDS + _SECONDS_PER_KEY * self.keys:
-            raise ForgedMessageError("keys chosen to have colliding hashes")
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            batch, begun = keys[start : start + _KEYS_AT_ONCE], time.thread_time()
+            try:
+                update(batch)
+            except TypeError as error:
+                raise ForgedMessageError(f"a key without a hash: {error}") from error
+            self.keys += len(batch)
+            self.seconds += time.thread_time() - begun
+            if self.seconds > _SECONDS + _SECONDS_PER_KEY * self.keys:
+                raise ForgedMessageError("keys chosen to have colliding hashes")
 
     def _text(self, tag: str, value: list[Any]) -> Any:
         if len(value) != 2 or type(value[1]) is not str or not _TEXTS[tag][2].fullmatch(value[1]):
