@@ -21,6 +21,7 @@ from rl.processes.supervised_process import (
     SupervisedProcess,
     WorkerDiedError,
     WorkerProcess,
+    get_environment_without_launch,
 )
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "detach_from",
     "encode_frame",
     "find_descendants",
+    "get_environment_without_launch",
     "kill_process",
     "kill_tree",
     "read_message",
