@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.jsonl import get_evaluation_step
-from rl.reporting.episode_html import collect_turns, get_stop_reason, has_several_turns
+from rl.reporting.episode_html import Episode
 from rl.reporting.html_report import encode_json, render_turns
 from rl.reporting.metric_plots import is_number
 from rl.reporting.paired_comparison import average_by_problem, make_problem_key, score_row
@@ -289,51 +289,43 @@ def make_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     An answer with tokens has `tokens` and `logprobs` (None: not sampled), otherwise `text`. An
     episode of several turns has `html`, which rl.reporting.episode_html renders.
     """
-    turns = collect_turns(row)
+    episode = Episode(row)
     answer: dict[str, Any] = {
         "reward": _round(row.get("reward")),
         "advantage": _round(row.get("advantage")),
-        "stop": sanitize_text(get_stop_reason(row), _PIECE_LIMIT),
-        "length": _count_tokens(row, turns),
+        "stop": sanitize_text(episode.stop_reason, _PIECE_LIMIT),
+        "length": sum(
+            len(item.get("tokens") or str(item.get("response", ""))) for item in episode.answers
+        ),
         "metrics": _bound_metrics(row.get("metrics")),
         "score": score_row(row),
         **_describe_problem(row),
     }
     if row.get("error"):
         answer["error"] = sanitize_text(str(row["error"]), _TEXT_LIMIT)
-    if has_several_turns(turns):
-        return {**answer, **_render_episode(row, turns)}
+    if episode.has_several_turns:
+        return {**answer, **_render_episode(episode)}
     tokens = row.get("tokens")
     if not isinstance(tokens, list) or not tokens:
         return {**answer, "text": sanitize_text(str(row.get("response", "")), _TEXT_LIMIT)}
     answer["tokens"] = [sanitize_text(str(piece), _PIECE_LIMIT) for piece in tokens[:_TOKENS]]
-    logprobs = row.get("logprobs")
-    if isinstance(logprobs, list) and len(logprobs) == len(tokens):
-        answer["logprobs"] = [_round(value) for value in logprobs[:_TOKENS]]
-    for name in ("advantages", *TOKEN_VALUES):
+    for name, digits in {"logprobs": 4, "advantages": 4, **dict.fromkeys(TOKEN_VALUES, 3)}.items():
         values = row.get(name)
         if isinstance(values, list) and len(values) == len(tokens):
-            digits = 4 if name == "advantages" else 3
             answer[name] = [_round(value, digits) for value in values[:_TOKENS]]
     return answer
 
 
-def _render_episode(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _render_episode(episode: Episode) -> dict[str, str]:
     """Return the `html` of an episode of several turns; a `text` if it is too long or malformed."""
-    bounded = _bound_strings({**row, "turns": turns})
+    shown = {name: episode.row.get(name) for name in ("advantage", "seats")}
     try:
-        html = render_turns(bounded, bounded["turns"])
+        html = render_turns(_bound_strings({**shown, "turns": episode.turns}))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return {"text": sanitize_text(f"this episode cannot be shown: {error}", _TEXT_LIMIT)}
     if len(html) > _EPISODE_BYTES:
-        return {"text": f"[an episode of {len(turns)} turns, too long for this page]"}
+        return {"text": f"[an episode of {len(episode.turns)} turns, too long for this page]"}
     return {"html": html}
-
-
-def _count_tokens(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> int:
-    """Return the tokens of an answer or episode; characters if it has no tokens."""
-    parts = turns if len(turns) > 1 else [row]
-    return sum(len(part.get("tokens") or str(part.get("response", ""))) for part in parts)
 
 
 def _round(value: Any, digits: int = 4) -> float | None:
