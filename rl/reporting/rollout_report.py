@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -164,10 +165,8 @@ def _choose_problems(
     }  # fmt: skip
     for key, value in after.items():
         kinds[(before.get(key, value) > 0.5, value > 0.5)].append(key)
-    chosen: list[str] = []
-    while any(kinds.values()) and len(chosen) < _PROBLEMS:
-        chosen += [keys.pop(0) for keys in kinds.values() if keys]
-    return chosen[:_PROBLEMS]
+    in_turn = itertools.chain(*itertools.zip_longest(*kinds.values()))
+    return [key for key in in_turn if key is not None][:_PROBLEMS]
 
 
 def _group_by(rows: Iterable[Mapping[str, Any]], key_of: Any) -> dict[Any, list[Mapping[str, Any]]]:
