@@ -7,6 +7,7 @@ from typing import Any
 
 from rl.reporting.metric_plots import (
     EVALUATION_TIMES,
+    PlotPanel,
     RunCurve,
     collect_axes,
     find_panels,
@@ -33,57 +34,52 @@ def collect_curves(curves: Sequence[RunCurve]) -> dict[str, Any]:
     """Return the panels of the page, and of each run its label, stages, axes, series, alarms and
     times.
     """
-    panels = collect_panels(curves)
-    runs = []
-    for i, curve in enumerate(curves):
-        panel_metrics = {
-            name: panel["unless"] for panel in panels if (name := panel["metrics"][i]) is not None
-        }
-        runs.append(
-            {
-                "label": sanitize_text(curve.label, _NAME_LIMIT),
-                "stages": [
-                    {"name": sanitize_text(name, _NAME_LIMIT), "first": first, "last": last}
-                    for name, first, last in curve.stages()
-                ],
-                "axes": collect_axes(curve.rows),
-                "series": collect_series(curve.rows, panel_metrics, len(curves)),
-                "alarms": collect_alarms(curve.rows),
-                "times": collect_times(curve.rows),
-            }
-        )
-    return {"panels": panels, "runs": runs}
-
-
-def collect_panels(curves: Sequence[RunCurve]) -> list[dict[str, Any]]:
-    """Return the panels that a run has values for: title, metric of each run, range and scale."""
-    return [
+    panels = find_panels(curves)
+    runs = [
         {
-            "title": sanitize_text(panel.title, _NAME_LIMIT),
-            "metrics": [
-                name and sanitize_text(name, _NAME_LIMIT)
-                for name in (curve.find_metric(panel) for curve in curves)
+            "label": sanitize_text(curve.label, _NAME_LIMIT),
+            "stages": [
+                {"name": sanitize_text(name, _NAME_LIMIT), "first": first, "last": last}
+                for name, first, last in curve.stages()
             ],
-            "share": panel.is_fraction,
-            "log": panel.log,
-            "smooth": panel.smooth,
-            "unless": list(panel.hidden_if_present),
+            "axes": collect_axes(curve.rows),
+            "series": collect_series(curve, panels, len(curves)),
+            "alarms": collect_alarms(curve.rows),
+            "times": collect_times(curve.rows),
         }
-        for panel in find_panels(curves)
+        for curve in curves
     ]
+    return {"panels": [describe_panel(panel, curves) for panel in panels], "runs": runs}
+
+
+def describe_panel(panel: PlotPanel, curves: Sequence[RunCurve]) -> dict[str, Any]:
+    """Return the title of a panel, the metric of each run, its range and its scale."""
+    names = [curve.find_metric(panel) for curve in curves]
+    return {
+        "title": sanitize_text(panel.title, _NAME_LIMIT),
+        "metrics": [name and sanitize_text(name, _NAME_LIMIT) for name in names],
+        "share": panel.is_fraction,
+        "log": panel.log,
+        "smooth": panel.smooth,
+    }
 
 
 def collect_series(
-    rows: Sequence[Mapping[str, Any]], panel_metrics: Mapping[str, Sequence[str]], num_runs: int
+    curve: RunCurve, panels: Sequence[PlotPanel], num_runs: int
 ) -> dict[str, dict[str, Sequence[float]]]:
     """Return the curve of each metric: `rows`, the indices of its rows, and `values`.
 
     A long curve is thinned to rows at equal distances; metrics of panels keep more rows than the
-    others. Every value is that of a row. `panel_metrics`: those of panels, each with the metrics
-    next to which it is left out.
+    others. Every value is that of a row.
     """
+    # of each metric of a panel, the metrics next to which it is left out
+    panel_metrics = {
+        name: panel.hidden_if_present
+        for panel in panels
+        if (name := curve.find_metric(panel)) is not None
+    }
     indices: dict[str, list[int]] = {}
-    for i, row in enumerate(rows):
+    for i, row in enumerate(curve.rows):
         for name, value in row.items():
             is_excluded = any(other in row for other in panel_metrics.get(name, ()))
             if name != "step" and is_number(value) and not is_excluded:
@@ -95,7 +91,7 @@ def collect_series(
     series: dict[str, dict[str, Sequence[float]]] = {}
     for name, places in indices.items():
         thinned = select_evenly(places, limits[name in panel_metrics])
-        values = [round_number(rows[i][name]) for i in thinned]
+        values = [round_number(curve.rows[i][name]) for i in thinned]
         series[sanitize_text(name, _NAME_LIMIT)] = {"rows": thinned, "values": values}
     return series
 

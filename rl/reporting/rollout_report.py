@@ -202,7 +202,6 @@ def _collect_batches(
             "alarms": _name_alarms(step, alarms),
             "file": sanitize_text(path.name, _PIECE_LIMIT),
             "page": path.with_suffix(".html").name if path.with_suffix(".html").is_file() else None,
-            "num_groups": len(groups),
             "num_answers": len(rows),
             "groups": [],
         }
