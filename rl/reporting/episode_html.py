@@ -1,6 +1,6 @@
 """Prepare episodes for pages: coloured tokens, turns, folded tool calls, seats side by side.
 
-The template templates/episode.html renders what `Episode.describe` and `describe_message` return.
+The template templates/episode.html renders what `StoredEpisode.describe` and `describe_message` return.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _truncate(text: str, max_length: int = 80) -> str:
     return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
 
-class Episode:
+class StoredEpisode:
     """Hold a row of rollouts and its `turns`, each with the `messages` that precede it; no turns
     for a single answer to a prompt.
     """

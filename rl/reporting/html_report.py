@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import UserError, install_command
-from rl.reporting.episode_html import TOKEN_BANDS, Episode
+from rl.reporting.episode_html import TOKEN_BANDS, StoredEpisode
 from rl.sanitize import sanitize_text
 
 MAX_REPORT_BYTES = 10_000_000
@@ -76,7 +76,7 @@ def render_template(name: str, **context: Any) -> str:
 def render_turns(row: Mapping[str, Any]) -> str:
     """Return the turns of an episode as HTML."""
     parts = _make_environment().get_template("episode.html").module
-    return parts.turns(Episode(row).describe())
+    return parts.turns(StoredEpisode(row).describe())
 
 
 def render_report(context: Mapping[str, Any], data: Mapping[str, Any], plotly: str) -> str:

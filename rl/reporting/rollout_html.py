@@ -13,7 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rl.reporting.episode_html import (
-    Episode,
+    StoredEpisode,
     advantage_class,
     describe_message,
     format_metrics,
@@ -25,7 +25,7 @@ from rl.reporting.html_report import render_template
 
 _MOST_VALUES = 12  # maximum number of values of a filter; a filter with more values is omitted
 # The filters that hide episodes: name, and the value of an episode.
-_FILTERS: dict[str, Callable[[Episode], str]] = {
+_FILTERS: dict[str, Callable[[StoredEpisode], str]] = {
     "tag": lambda episode: str(episode.row.get("tag", "")),
     "reward": lambda episode: _describe_sign(episode.row.get("reward")),
     "stop": lambda episode: episode.stop_reason or "none",
@@ -41,7 +41,7 @@ def _describe_sign(reward: Any) -> str:
     return "above 0" if reward > 0 else "0" if reward == 0 else "below 0"
 
 
-def _number_filters(episodes: Sequence[Episode]) -> dict[str, dict[str, int]]:
+def _number_filters(episodes: Sequence[StoredEpisode]) -> dict[str, dict[str, int]]:
     """Return the values of each filter, each with its number on the page."""
     numbers, filters = itertools.count(), {}
     for name, value_of in _FILTERS.items():
@@ -51,7 +51,7 @@ def _number_filters(episodes: Sequence[Episode]) -> dict[str, dict[str, int]]:
     return filters
 
 
-def _describe_mean(episodes: Sequence[Episode]) -> str:
+def _describe_mean(episodes: Sequence[StoredEpisode]) -> str:
     """Return ", mean reward 0.5" over the scored episodes; "" if there are none."""
     values = (episode.row.get("reward") for episode in episodes)
     rewards = [float(value) for value in values if value is not None]
@@ -59,7 +59,7 @@ def _describe_mean(episodes: Sequence[Episode]) -> str:
 
 
 def _describe_answer(
-    episode: Episode, filters: Mapping[str, Mapping[str, int]], num_shared: int
+    episode: StoredEpisode, filters: Mapping[str, Mapping[str, int]], num_shared: int
 ) -> dict[str, Any]:
     """Return an episode: its reward and stop reason, then its answer or its turns."""
     row, stop = episode.row, episode.stop_reason
@@ -82,7 +82,7 @@ def _describe_answer(
 
 
 def _describe_group(
-    episodes: Sequence[Episode], filters: Mapping[str, Mapping[str, int]]
+    episodes: Sequence[StoredEpisode], filters: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
     """Return the episodes of a problem with what stands above them: its title and its prompt, or
     the messages that all episodes begin with.
@@ -112,13 +112,13 @@ def _describe_group(
     }
 
 
-def _list_first_messages(episode: Episode) -> list[Mapping[str, Any]]:
+def _list_first_messages(episode: StoredEpisode) -> list[Mapping[str, Any]]:
     """Return the messages before the first answer; empty if the row has none."""
     first = episode.turns[0] if episode.turns else {}
     return list_mappings(first.get("messages") or episode.row.get("messages"))
 
 
-def _find_expected_answer(episode: Episode) -> Any:
+def _find_expected_answer(episode: StoredEpisode) -> Any:
     """Return the expected answer of the row or of its environment's logs; None if neither has
     it.
     """
@@ -127,7 +127,7 @@ def _find_expected_answer(episode: Episode) -> Any:
     return logged if episode.row.get("answer") is None else episode.row["answer"]
 
 
-def _make_group_key(episode: Episode) -> tuple[str, ...]:
+def _make_group_key(episode: StoredEpisode) -> tuple[str, ...]:
     """Return the key of the episode's group."""
     row = episode.row
     # the prompt of a multi-turn row is the prompt of its last turn, which differs between episodes
@@ -135,7 +135,7 @@ def _make_group_key(episode: Episode) -> tuple[str, ...]:
     return tuple(str(row.get(key, "")) for key in ("group", "tag", "problem", *last))
 
 
-def _count_tokens(episode: Episode) -> int:
+def _count_tokens(episode: StoredEpisode) -> int:
     """Return the number of tokens of an episode; words if it has no tokens."""
     return sum(
         len(answer.get("tokens") or str(answer.get("response", "")).split())
@@ -173,7 +173,7 @@ def render_page(
     problems are omitted. `file`: name of the file with all rows. `previous`: (file, step) of the
     previous page, which the page links to. `add_next_link` adds the link to the next page.
     """
-    episodes = [Episode(row) for row in rows]
+    episodes = [StoredEpisode(row) for row in rows]
     groups = [list(members) for _, members in itertools.groupby(episodes, key=_make_group_key)]
     sizes = itertools.accumulate(sum(map(_count_tokens, group)) for group in groups)
     num_shown = sum(i == 0 or size <= max_tokens for i, size in enumerate(sizes))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.jsonl import get_evaluation_step
-from rl.reporting.episode_html import Episode
+from rl.reporting.episode_html import StoredEpisode
 from rl.reporting.html_report import encode_json, render_turns
 from rl.reporting.metric_plots import is_number
 from rl.reporting.paired_comparison import average_by_problem, make_problem_key, score_row
@@ -287,7 +287,7 @@ def make_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     An answer with tokens has `tokens` and `logprobs` (None: not sampled), otherwise `text`. An
     episode of several turns has `html`, which rl.reporting.episode_html renders.
     """
-    episode = Episode(row)
+    episode = StoredEpisode(row)
     answer: dict[str, Any] = {
         "reward": _round(row.get("reward")),
         "advantage": _round(row.get("advantage")),
@@ -314,7 +314,7 @@ def make_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _render_episode(episode: Episode) -> dict[str, str]:
+def _render_episode(episode: StoredEpisode) -> dict[str, str]:
     """Return the `html` of an episode of several turns; a `text` if it is too long or malformed."""
     shown = {name: episode.row.get(name) for name in ("advantage", "seats")}
     try:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from rl.errors import RunFolderError, install_command
 from rl.jsonl import format_json_line, replace_nonfinite, write_atomically
 from rl.processes import get_environment_without_launch, kill_tree
-from rl.reporting.episode_html import Episode
+from rl.reporting.episode_html import StoredEpisode
 from rl.reporting.rollout_report import select_evenly
 from rl.sanitize import sanitize_message, sanitize_text
 
@@ -84,7 +84,7 @@ def build_table(step: int, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]
 
 def _join_turns(row: Mapping[str, Any]) -> Any:
     """Return the text of an answer, or of the turns of an episode."""
-    turns = Episode(row).turns
+    turns = StoredEpisode(row).turns
     if len(turns) < 2:
         return row.get("response")
     return "\n\n".join(f"[{i}] {turn.get('response', '')}" for i, turn in enumerate(turns, 1))

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl.reporting.console import format_duration, format_headline, format_held_out, format_score
-from rl.reporting.episode_html import Episode
+from rl.reporting.episode_html import StoredEpisode
 from rl.reporting.metric_plots import PlotPanel, RunCurve, find_panels, is_number
 from rl.reporting.run_follower import RunFollower, choose_answers, sanitize_name
 from rl.reporting.terminal_chart import ALARM_COLOUR, ChartCurve, TerminalChart
@@ -213,7 +213,7 @@ def _render_prompt(row: Mapping[str, Any], width: int) -> Text:
 
 def _render_answer(row: Mapping[str, Any], width: int) -> Text:
     """Return a line with the reward, and with the beginning and the end of the answer."""
-    turns = Episode(row).turns
+    turns = StoredEpisode(row).turns
     answer = _flatten(str(row.get("response") or (turns[-1]["response"] if turns else "")))
     reward = row.get("reward") if is_number(row.get("reward")) else None
     score = "n/a" if reward is None else format_score(float(reward))
