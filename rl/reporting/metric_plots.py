@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -139,12 +140,9 @@ class RunCurve:
         "stage" value.
         """
         spans: list[tuple[str, float, float]] = []
-        for row in self.rows:
-            name = str(row.get("stage", ""))
-            if spans and spans[-1][0] == name:
-                spans[-1] = (name, spans[-1][1], row["step"])
-            else:
-                spans.append((name, spans[-1][2] if spans else row["step"], row["step"]))
+        for name, rows in itertools.groupby(self.rows, lambda row: row.get("stage", "")):
+            steps = [row["step"] for row in rows]
+            spans.append((name, spans[-1][2] if spans else steps[0], steps[-1]))
         return spans
 
     def parts(self, panel: PlotPanel) -> list[tuple[list[float], list[float]]]:

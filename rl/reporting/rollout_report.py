@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -118,9 +118,9 @@ def _collect_evaluations(
     selected: list[EvaluationFile] = []
     for kind in dict.fromkeys((file.stage, file.greedy) for file in files):
         selected += select_evenly([f for f in files if (f.stage, f.greedy) == kind], _EVALUATIONS)
-    rows_by_file = [read_rollouts(file.path) for file in selected]
+    evaluations = [(file, read_rollouts(file.path)) for file in selected]
     entries: list[dict[str, Any]] = []
-    for file, rows in zip(selected, rows_by_file, strict=True):
+    for file, rows in evaluations:
         scores = [score for row in rows if (score := score_row(row)) is not None]
         entries.append(
             {
@@ -133,11 +133,12 @@ def _collect_evaluations(
                 "rows": [],
             }
         )
-    by_problem = [_group_by(rows, make_problem_key) for rows in rows_by_file]
-    for number, key in enumerate(_choose_problems(selected, rows_by_file)):
+    # of several answers to a problem, the first is shown
+    by_problem = [{make_problem_key(row): row for row in reversed(rows)} for _, rows in evaluations]
+    for number, key in enumerate(_choose_problems(evaluations)):
         answers = [
-            {"problem": number, **make_answer(groups[key][0])} if key in groups else None
-            for groups in by_problem
+            {"problem": number, **make_answer(shown[key])} if key in shown else None
+            for shown in by_problem
         ]
         if not budget.spend(answers):
             continue
@@ -148,18 +149,18 @@ def _collect_evaluations(
 
 
 def _choose_problems(
-    files: Sequence[EvaluationFile], rows_by_file: Sequence[Sequence[Mapping[str, Any]]]
+    evaluations: Sequence[tuple[EvaluationFile, Sequence[Mapping[str, Any]]]],
 ) -> list[str]:
     """Return problems in turn of those that were learned, were lost, stayed wrong, stayed right.
 
     The last stage with evaluations by samples decides.
     """
-    sampled = [i for i, file in enumerate(files) if not file.greedy] or list(range(len(files)))
+    sampled = [item for item in evaluations if not item[0].greedy] or evaluations
     if not sampled:
         return []
-    last = sampled[-1]
-    first = next(i for i in sampled if files[i].stage == files[last].stage)
-    before, after = (average_by_problem(rows_by_file[i]) for i in (first, last))
+    last, last_rows = sampled[-1]
+    first_rows = next(rows for file, rows in sampled if file.stage == last.stage)
+    before, after = average_by_problem(first_rows), average_by_problem(last_rows)
     kinds: dict[tuple[bool, bool], list[str]] = {
         (False, True): [], (True, False): [], (False, False): [], (True, True): []
     }  # fmt: skip
@@ -167,14 +168,6 @@ def _choose_problems(
         kinds[(before.get(key, value) > 0.5, value > 0.5)].append(key)
     in_turn = itertools.chain(*itertools.zip_longest(*kinds.values()))
     return [key for key in in_turn if key is not None][:_PROBLEMS]
-
-
-def _group_by(rows: Iterable[Mapping[str, Any]], key_of: Any) -> dict[Any, list[Mapping[str, Any]]]:
-    """Return the rows of each key."""
-    groups: dict[Any, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(key_of(row), []).append(row)
-    return groups
 
 
 def _collect_batches(
@@ -195,7 +188,9 @@ def _collect_batches(
         budget = _ByteBudget(limit // len(selected))
         rows = read_rollouts(path)
         add_token_values(rows, path.with_suffix(".update.safetensors"))
-        groups = list(_group_by(rows, _make_group_key).values())
+        groups: dict[str, list[Mapping[str, Any]]] = {}
+        for row in rows:
+            groups.setdefault(_make_group_key(row), []).append(row)
         batch: dict[str, Any] = {
             "step": step,
             "stage": sanitize_text(stage, _PIECE_LIMIT),
@@ -205,7 +200,7 @@ def _collect_batches(
             "num_answers": len(rows),
             "groups": [],
         }
-        for group in _choose_groups(groups):
+        for group in _choose_groups(list(groups.values())):
             entry = {**_describe_problem(group[0]), "size": len(group), "answers": []}
             # from the highest to the lowest reward, both ends among them
             ordered = sorted(group, key=get_reward, reverse=True)

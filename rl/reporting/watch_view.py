@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rl.reporting.console import format_duration, format_headline, format_held_out, format_score
 from rl.reporting.episode_html import StoredEpisode
-from rl.reporting.metric_plots import PlotPanel, RunCurve, find_panels, is_number
+from rl.reporting.metric_plots import PlotPanel, find_panels, is_number
 from rl.reporting.run_follower import RunFollower, choose_answers, sanitize_name
 from rl.reporting.terminal_chart import ALARM_COLOUR, ChartCurve, TerminalChart
 from rl.sanitize import sanitize_text
@@ -34,7 +34,6 @@ _STATES = {
 }
 _MIN_CHART_WIDTH, _CHART_HEIGHT, _MAX_CHART_HEIGHT, _MAX_CHARTS = 38, 8, 16, 12
 _TEXT_LIMIT = 1500  # characters of an answer
-Series = tuple[list[float], list[float]]  # steps and values
 
 
 def render_runs(
@@ -62,7 +61,7 @@ def render_runs(
         spare = height - used - _CHART_HEIGHT
         num_answers = max(0, min(num_answers, (spare - len(runs)) // (2 * len(runs))))
     answers = _render_answers(runs, colours, num_answers, page, width)
-    panels = _collect_series(runs)
+    panels = find_panels([run.curve for run in runs])
     if height is not None:
         room = height - used - len(answers)
         limit = columns * max(0, room // _CHART_HEIGHT)
@@ -138,16 +137,10 @@ def _render_alarms(run: RunFollower, width: int) -> list[RenderableType]:
     return [_make_line(width, line) for line in lines]
 
 
-def _collect_series(runs: Sequence[RunFollower]) -> list[tuple[PlotPanel, list[Series]]]:
-    """Return the panels that a run has values for, with the series of each run."""
-    curves = [RunCurve(run.label, run.rows) for run in runs]
-    return [(panel, [curve.series(panel) for curve in curves]) for panel in find_panels(curves)]
-
-
 def _render_charts(
     runs: Sequence[RunFollower],
     colours: Sequence[str],
-    panels: Sequence[tuple[PlotPanel, list[Series]]],
+    panels: Sequence[PlotPanel],
     columns: int,
     height: int,
 ) -> list[RenderableType]:
@@ -157,15 +150,15 @@ def _render_charts(
         TerminalChart(
             sanitize_name(panel.title),
             [
-                ChartCurve(steps, values, colour)
-                for (steps, values), colour in zip(series, colours, strict=True)
+                ChartCurve(*run.curve.series(panel), colour)
+                for run, colour in zip(runs, colours, strict=True)
             ],
             height=height,
             bands=bands,
             log=panel.log,
             from_zero=panel.is_fraction,
         )
-        for panel, series in panels
+        for panel in panels
     ]
     grids: list[RenderableType] = []
     for start in range(0, len(charts), columns):
