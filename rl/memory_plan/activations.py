@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,10 +19,7 @@ from torch.utils._pytree import tree_iter
 from rl.memory_plan.shapes import MicroBatchMemory
 
 KINDS = tuple(field.name for field in dataclasses.fields(MicroBatchMemory))
-
-
-HeldBytes = tuple[float, ...]  # bytes of each kind that are held at a moment
-_NOTHING: HeldBytes = (0.0,) * len(KINDS)
+HeldBytes = np.ndarray  # bytes of each kind that are held at a moment: [len(KINDS)]
 
 
 @dataclass(frozen=True)
@@ -61,28 +59,19 @@ class AllocationRecord:
         linearly from the first to the last block, so the peak is at the first or the last.
         """
         assert self.block is not None
-        kept = tuple(more * size for size in self.block.kept)
-        remaining = tuple(more * size for size in self.block.remaining)
+        kept, remaining = more * self.block.kept, more * self.block.remaining
         moments: list[HeldBytes] = []
         for phase, (first, last), before, after in (
-            (self.forward, self.block.forward, _NOTHING, kept),
+            (self.forward, self.block.forward, 0.0, kept),
             (self.backward, self.block.backward, kept, remaining),
         ):
-            moments += [_add(held, before) for held in phase[:last]]
-            moments += [_add(held, after) for held in phase[first:]]
+            moments += [held + before for held in phase[:last]]
+            moments += [held + after for held in phase[first:]]
         return _find_peak(moments)
 
 
-def _add(first: HeldBytes, second: HeldBytes) -> HeldBytes:
-    return tuple(a + b for a, b in zip(first, second, strict=True))
-
-
-def _subtract(first: HeldBytes, second: HeldBytes) -> HeldBytes:
-    return tuple(a - b for a, b in zip(first, second, strict=True))
-
-
 def _find_peak(moments: Iterable[HeldBytes]) -> MicroBatchMemory:
-    return MicroBatchMemory(*max(moments, key=sum, default=_NOTHING))
+    return MicroBatchMemory(*max(moments, key=np.sum, default=np.zeros(len(KINDS))).tolist())
 
 
 def _empty_grouped_mm(
@@ -112,7 +101,7 @@ class StorageTracker(TorchDispatchMode):
         self._matrices = {*matrices, *(shape[::-1] for shape in matrices)}
         self._live: dict[int, Any] = {}
         self._weights: set[int] = set()
-        self._current_bytes = dict.fromkeys(KINDS, 0.0)
+        self._current_bytes = np.zeros(len(KINDS))
         self._allocations: list[HeldBytes] = []
         self._forward_end = 0
         self._marks: list[tuple[int, HeldBytes]] = []
@@ -146,7 +135,7 @@ class StorageTracker(TorchDispatchMode):
             hidden.register_hook(lambda _: self._note_current_bytes())
 
     def _note_current_bytes(self) -> None:
-        self._marks.append((len(self._allocations), tuple(self._current_bytes.values())))
+        self._marks.append((len(self._allocations), self._current_bytes.copy()))
 
     def get_record(self) -> AllocationRecord:
         return AllocationRecord(
@@ -160,13 +149,9 @@ class StorageTracker(TorchDispatchMode):
         if len(self._marks) != 4 or not self._marks[1][0] <= self._forward_end <= self._marks[2][0]:
             return None
         (begin, at_begin), (end, at_end), (back, at_back), (done, at_done) = self._marks
-        kept = _subtract(at_end, at_begin)
-        return LayerBlock(
-            (begin, end),
-            (back - self._forward_end, done - self._forward_end),
-            kept,
-            _add(_subtract(at_done, at_back), kept),
-        )
+        kept = at_end - at_begin
+        backward = (back - self._forward_end, done - self._forward_end)
+        return LayerBlock((begin, end), backward, kept, at_done - at_back + kept)
 
     def exclude(self, tensor: Tensor) -> None:
         """Exclude a tensor from the count: a weight, an accumulated gradient."""
@@ -193,12 +178,12 @@ class StorageTracker(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key in self._live:
             return
-        kind = "casts" if is_cast else self._classify(tensor)
+        kind = KINDS.index("casts" if is_cast else self._classify(tensor))
         self._current_bytes[kind] += size
         self._live[key] = weakref.ref(storage, lambda _: self._drop(key, kind, size))
-        self._allocations.append(tuple(self._current_bytes.values()))
+        self._allocations.append(self._current_bytes.copy())
 
-    def _drop(self, key: int, kind: str, size: int) -> None:
+    def _drop(self, key: int, kind: int, size: int) -> None:
         if self._live.pop(key, None) is not None:
             self._current_bytes[kind] -= size
 

@@ -27,6 +27,7 @@ from rl.processes.supervised_process import (
     SupervisedProcess,
     WorkerDiedError,
     WorkerProcess,
+    get_environment_without_launch,
 )
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "detach_from",
     "encode_frame",
     "find_descendants",
+    "get_environment_without_launch",
     "kill_process",
     "kill_tree",
     "open_channel",

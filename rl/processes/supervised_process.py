@@ -25,6 +25,19 @@ from rl.sanitize import sanitize_text
 
 # For a reaper to end. After it, the reaper is killed, and the processes below it are searched for.
 _END_SECONDS = reaper.KILL_SECONDS + 2.0
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+_LAUNCH_PREFIXES = ("ACCELERATE_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+
+
+def get_environment_without_launch() -> dict[str, str]:
+    """Return the environment of this process without the variables of its launch, for a process
+    that belongs to none of the launch's process groups.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCH_VARIABLES and not name.startswith(_LAUNCH_PREFIXES)
+    }
 
 
 class WorkerDiedError(Exception):

@@ -493,23 +493,26 @@ class AlarmMonitor:
         self._raised: deque[frozenset[str]] = deque(maxlen=self.QUIET_ROWS)
         for row in rows:
             self._history.add(row)
-            self._raised.append(
-                frozenset(alarm.name for alarm in ALARMS if row.get(f"alarm/{alarm.name}"))
-            )
+            self._raised.append(_list_raised(row))
 
     def __call__(self, row: Row) -> tuple[dict[str, float], list[str]]:
         """Return (alarm/<name> 0 or 1 for each alarm that this row allows to evaluate, new
         messages).
         """
         self._history.add(row)
-        results = {
-            alarm: alarm.check(self._history)
-            for alarm in ALARMS
-            if all(name in row for name in alarm.required_metrics)
-        }
-        raised = {alarm: text for alarm, text in results.items() if text is not None}
         before = frozenset().union(*self._raised)
-        self._raised.append(frozenset(alarm.name for alarm in raised))
-        metrics = {f"alarm/{alarm.name}": float(alarm in raised) for alarm in results}
-        new = {alarm: text for alarm, text in raised.items() if alarm.name not in before}
-        return metrics, [f"{text}. {alarm.remedy}" for alarm, text in new.items()]
+        metrics: dict[str, float] = {}
+        messages = []
+        for alarm in ALARMS:
+            if all(name in row for name in alarm.required_metrics):
+                text = alarm.check(self._history)
+                metrics[f"alarm/{alarm.name}"] = float(text is not None)
+                if text is not None and alarm.name not in before:
+                    messages.append(f"{text}. {alarm.remedy}")
+        self._raised.append(_list_raised(metrics))
+        return metrics, messages
+
+
+def _list_raised(row: Row) -> frozenset[str]:
+    """Return the names of the alarms that are raised in a row."""
+    return frozenset(alarm.name for alarm in ALARMS if row.get(f"alarm/{alarm.name}"))

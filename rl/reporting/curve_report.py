@@ -7,10 +7,10 @@ from typing import Any
 
 from rl.reporting.metric_plots import (
     EVALUATION_TIMES,
-    PANELS,
+    PlotPanel,
     RunCurve,
     collect_axes,
-    find_reward_panels,
+    find_panels,
     is_number,
     round_number,
 )
@@ -34,70 +34,64 @@ def collect_curves(curves: Sequence[RunCurve]) -> dict[str, Any]:
     """Return the panels of the page, and of each run its label, stages, axes, series, alarms and
     times.
     """
-    panels = collect_panels(curves)
-    runs = []
-    for i, curve in enumerate(curves):
-        metrics = [{**panel, "metrics": panel["metrics"][i : i + 1]} for panel in panels]
-        runs.append(
-            {
-                "label": sanitize_text(curve.label, _NAME_LIMIT),
-                "stages": [
-                    {"name": sanitize_text(name, _NAME_LIMIT), "first": first, "last": last}
-                    for name, first, last in curve.stages()
-                ],
-                "axes": collect_axes(curve.rows),
-                "series": collect_series(curve.rows, metrics, len(curves)),
-                "alarms": collect_alarms(curve.rows),
-                "times": collect_times(curve.rows),
-            }
-        )
-    return {"panels": panels, "runs": runs}
+    panels = find_panels(curves)
+    runs = [
+        {
+            "label": sanitize_text(curve.label, _NAME_LIMIT),
+            "stages": [
+                {"name": sanitize_text(name, _NAME_LIMIT), "first": first, "last": last}
+                for name, first, last in curve.stages()
+            ],
+            "axes": collect_axes(curve.rows),
+            "series": collect_series(curve, panels, len(curves)),
+            "alarms": collect_alarms(curve.rows),
+            "times": collect_times(curve.rows),
+        }
+        for curve in curves
+    ]
+    return {"panels": [describe_panel(panel, curves) for panel in panels], "runs": runs}
 
 
-def collect_panels(curves: Sequence[RunCurve]) -> list[dict[str, Any]]:
-    """Return the panels that a run has values for: title, metric of each run, range and scale."""
-    panels = []
-    for panel in [*PANELS, *find_reward_panels(curves)]:
-        names = [curve.find_metric(panel) for curve in curves]
-        if any(names):
-            panels.append(
-                {
-                    "title": sanitize_text(panel.title, _NAME_LIMIT),
-                    "metrics": [name and sanitize_text(name, _NAME_LIMIT) for name in names],
-                    "share": panel.is_fraction,
-                    "log": panel.log,
-                    "smooth": panel.smooth,
-                    "unless": list(panel.hidden_if_present),
-                }
-            )
-    return panels
+def describe_panel(panel: PlotPanel, curves: Sequence[RunCurve]) -> dict[str, Any]:
+    """Return the title of a panel, the metric of each run, its range and its scale."""
+    names = [curve.find_metric(panel) for curve in curves]
+    return {
+        "title": sanitize_text(panel.title, _NAME_LIMIT),
+        "metrics": [name and sanitize_text(name, _NAME_LIMIT) for name in names],
+        "share": panel.is_fraction,
+        "log": panel.log,
+        "smooth": panel.smooth,
+    }
 
 
 def collect_series(
-    rows: Sequence[Mapping[str, Any]], panels: Sequence[Mapping[str, Any]], num_runs: int
+    curve: RunCurve, panels: Sequence[PlotPanel], num_runs: int
 ) -> dict[str, dict[str, Sequence[float]]]:
     """Return the curve of each metric: `rows`, the indices of its rows, and `values`.
 
     A long curve is thinned to rows at equal distances; metrics of panels keep more rows than the
     others. Every value is that of a row.
     """
-    excluded = {
-        name: panel["unless"] for panel in panels for name in panel["metrics"] if name
-    }  # of each metric of a panel
+    # of each metric of a panel, the metrics next to which it is left out
+    panel_metrics = {
+        name: panel.hidden_if_present
+        for panel in panels
+        if (name := curve.find_metric(panel)) is not None
+    }
     indices: dict[str, list[int]] = {}
-    for i, row in enumerate(rows):
+    for i, row in enumerate(curve.rows):
         for name, value in row.items():
-            is_excluded = any(other in row for other in excluded.get(name, ()))
+            is_excluded = any(other in row for other in panel_metrics.get(name, ()))
             if name != "step" and is_number(value) and not is_excluded:
                 indices.setdefault(name, []).append(i)
     limits = {
-        True: max(200, _PANEL_POINTS // (max(len(excluded), 1) * num_runs)),
-        False: max(50, _OTHER_POINTS // (max(len(indices) - len(excluded), 1) * num_runs)),
+        True: max(200, _PANEL_POINTS // (max(len(panel_metrics), 1) * num_runs)),
+        False: max(50, _OTHER_POINTS // (max(len(indices) - len(panel_metrics), 1) * num_runs)),
     }
     series: dict[str, dict[str, Sequence[float]]] = {}
     for name, places in indices.items():
-        thinned = select_evenly(places, limits[name in excluded])
-        values = [round_number(rows[i][name]) for i in thinned]
+        thinned = select_evenly(places, limits[name in panel_metrics])
+        values = [round_number(curve.rows[i][name]) for i in thinned]
         series[sanitize_text(name, _NAME_LIMIT)] = {"rows": thinned, "values": values}
     return series
 

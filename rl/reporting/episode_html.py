@@ -1,6 +1,6 @@
 """Prepare episodes for pages: coloured tokens, turns, folded tool calls, seats side by side.
 
-The template templates/episode.html renders what `describe_episode` and `describe_message` return.
+The template templates/episode.html renders what `StoredEpisode.describe` and `describe_message` return.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 # Upper ends of the bands by which the pages colour tokens (templates/tokens.css), the last band has
@@ -77,15 +77,18 @@ def format_metrics(metrics: Any) -> list[str]:
     ]
 
 
+def list_mappings(items: Any) -> list[Mapping[str, Any]]:
+    """Return the items of a list that are mappings, which messages and calls must be."""
+    return [item for item in items or () if isinstance(item, Mapping)]
+
+
 def describe_message(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message that the model did not sample: its role, its text, and `summary` if it is
     folded. Long messages, system messages and tool results are folded.
     """
     role, content = str(entry.get("role", "")), entry.get("content")
     if isinstance(content, list):
-        content = "".join(
-            str(part.get("text", "")) for part in content if isinstance(part, Mapping)
-        )
+        content = "".join(str(part.get("text", "")) for part in list_mappings(content))
     text = "" if content is None else str(content)
     if calls := entry.get("tool_calls"):
         text += f"\n{_format_json(calls)}"
@@ -122,7 +125,81 @@ def _truncate(text: str, max_length: int = 80) -> str:
     return line if len(line) <= max_length else line[: max_length - 1] + "…"
 
 
-def collect_turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+class StoredEpisode:
+    """Hold a row of rollouts and its `turns`, each with the `messages` that precede it; no turns
+    for a single answer to a prompt.
+    """
+
+    def __init__(self, row: Mapping[str, Any]):
+        self.row, self.turns = row, _collect_turns(row)
+
+    @property
+    def stop_reason(self) -> str:
+        """Return the reason why the episode ended: the stop reason of the row or of its last turn,
+        or "truncated" if a limit ended it.
+        """
+        last = self.turns[-1] if self.turns else {}
+        stop = self.row.get("stop_reason") or last.get("stop_reason") or ""
+        is_limited = self.row.get("truncated") or last.get("truncated")
+        return "truncated" if is_limited and stop not in _INCOMPLETE else str(stop)
+
+    @property
+    def has_several_turns(self) -> bool:
+        """Return whether it is shown turn by turn: it has several turns, or calls a tool."""
+        return len(self.turns) > 1 or bool(self.turns and self.turns[0].get("tool_calls"))
+
+    @property
+    def answers(self) -> list[Mapping[str, Any]]:
+        """Return what has the sampled tokens: the turns if there are several, else the row."""
+        return [*self.turns] if len(self.turns) > 1 else [self.row]
+
+    def describe(self, num_shared: int = 0) -> dict[str, Any]:
+        """Return the `turns` in a single column; if several seats acted, in a column for each seat,
+        whose headers are `heads`. A single answer has no turns to show.
+
+        `num_shared`: number of the first turn's messages that the group's header already shows.
+        """
+        turns = self.turns if self.has_several_turns else []
+        seats = sorted({int(turn.get("seat") or 0) for turn in turns})
+        described = []
+        for i, turn in enumerate(turns):
+            messages = list_mappings(turn.get("messages"))
+            if i == 0:
+                messages = messages[num_shared:]
+            elif turns[i - 1].get("tool_calls"):  # the results are shown with these calls
+                messages = [item for item in messages if item.get("role") != "tool"]
+            column = seats.index(int(turn.get("seat") or 0)) + 1
+            described.append({**self._describe_turn(turn, messages), "column": column})
+        names = self.row.get("seats")
+        names = names if isinstance(names, list) else []
+        heads = [
+            f"seat {seat}" + (f": {names[seat] or 'the policy'}" if seat < len(names) else "")
+            for seat in seats
+        ]
+        return {"turns": described, "heads": heads if len(seats) > 1 else []}
+
+    def _describe_turn(
+        self, turn: Mapping[str, Any], messages: list[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """Return a turn with the preceding messages, its tokens and its tool calls to show."""
+        from_other_seat = turn.get("sampled") is False  # shown in grey
+        written = {"advantage": self.row.get("advantage"), **turn}
+        stop = "truncated" if turn.get("truncated") else str(turn.get("stop_reason") or "")
+        return {
+            "messages": [describe_message(item) for item in messages],
+            "from_other_seat": from_other_seat,
+            "tokens": list_tokens(written | {"logprobs": None} if from_other_seat else written),
+            "text": str(turn.get("response", "")),
+            "reward": float(turn.get("reward") or 0),
+            "stop": stop,
+            "is_cut": stop in (*_INCOMPLETE, "truncated"),
+            "metrics": format_metrics(turn.get("metrics")),
+            "calls": [_describe_call(item) for item in list_mappings(turn.get("tool_calls"))],
+            "logs": _format_json(turn["logs"], indent=1) if turn.get("logs") else "",
+        }
+
+
+def _collect_turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return an episode's turns, each with the `messages` that precede it.
 
     Accepts rows with an entry for each message ("sampled": False for messages that the model did
@@ -130,7 +207,8 @@ def collect_turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     turns: list[dict[str, Any]] = []
     messages: list[dict[str, Any]] = []
-    for entry in row.get("turns") or ():
+    entries = row.get("turns")
+    for entry in entries if isinstance(entries, list) else ():
         if not isinstance(entry, Mapping):
             continue
         if "text" in entry and not entry.get("sampled") and not entry.get("tokens"):
@@ -144,71 +222,3 @@ def collect_turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(metrics, Mapping) and metrics.get("truncated") == 1:
         turns[-1]["truncated"] = True
     return turns
-
-
-def get_stop_reason(row: Mapping[str, Any]) -> str:
-    """Return the reason why an episode ended: the stop reason of the row or of its last turn, or
-    "truncated" if a limit ended it.
-    """
-    last = (collect_turns(row) or [{}])[-1]
-    stop = row.get("stop_reason") or last.get("stop_reason") or ""
-    is_limited = row.get("truncated") or last.get("truncated")
-    return "truncated" if is_limited and stop not in _INCOMPLETE else str(stop)
-
-
-def has_several_turns(turns: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether an episode is shown turn by turn: it has several turns, or calls a tool."""
-    return len(turns) > 1 or bool(turns and turns[0].get("tool_calls"))
-
-
-def describe_episode(
-    row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]], num_shared: int = 0
-) -> dict[str, Any]:
-    """Return the `turns` of an episode in a single column; if several seats acted, in a column for
-    each seat, whose headers are `heads`.
-
-    `num_shared`: number of the first turn's messages that the group's header already shows.
-    """
-    seats = sorted({int(turn.get("seat") or 0) for turn in turns})
-    described = []
-    for i, turn in enumerate(turns):
-        messages = [item for item in turn.get("messages") or () if isinstance(item, Mapping)]
-        if i == 0:
-            messages = messages[num_shared:]
-        elif turns[i - 1].get("tool_calls"):  # the results are shown with these calls
-            messages = [item for item in messages if item.get("role") != "tool"]
-        item = _describe_turn(turn, row, messages)
-        if len(seats) > 1:
-            column = seats.index(int(turn.get("seat") or 0)) + 1
-            item["place"] = f"grid-column:{column};grid-row:{i + 2}"
-        described.append(item)
-    names = row.get("seats")
-    names = names if isinstance(names, list) else []
-    heads = [
-        f"seat {seat}" + (f": {names[seat] or 'the policy'}" if seat < len(names) else "")
-        for seat in seats
-    ]
-    return {"turns": described, "heads": heads if len(seats) > 1 else []}
-
-
-def _describe_turn(
-    turn: Mapping[str, Any], row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
-    """Return a turn with the preceding messages, its tokens and its tool calls to show."""
-    from_other_seat = turn.get("sampled") is False  # shown in grey
-    written = {"advantage": row.get("advantage"), **turn}
-    stop = "truncated" if turn.get("truncated") else str(turn.get("stop_reason") or "")
-    calls = [item for item in turn.get("tool_calls") or () if isinstance(item, Mapping)]
-    return {
-        "messages": [describe_message(item) for item in messages],
-        "from_other_seat": from_other_seat,
-        "tokens": list_tokens(written | {"logprobs": None} if from_other_seat else written),
-        "text": str(turn.get("response", "")),
-        "reward": float(turn.get("reward") or 0),
-        "stop": stop,
-        "is_cut": stop in (*_INCOMPLETE, "truncated"),
-        "metrics": format_metrics(turn.get("metrics")),
-        "calls": [_describe_call(item) for item in calls],
-        "logs": _format_json(turn["logs"], indent=1) if turn.get("logs") else "",
-        "place": "",
-    }

@@ -122,14 +122,13 @@ def compare_evaluations(
     is_single = len(first) == len(second) == 1
     comparisons = []
     for part in second:
-        candidates = [
-            other
+        pairs = (
+            compare_paired(other["scores"], part["scores"])
             for key in ("dataset", "source")
             for other in first
             if is_single or (part.get(key) is not None and part.get(key) == other.get(key))
-        ]
-        pairs = (compare_paired(other["scores"], part["scores"]) for other in candidates)
-        comparison = next((paired for paired in pairs if paired is not None), None)
+        )
+        comparison = next(filter(None, pairs), None)
         if comparison is not None:
             comparisons.append((str(part.get("dataset")), comparison))
     return comparisons

@@ -6,12 +6,12 @@ import functools
 import importlib.util
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rl.errors import UserError, install_command
-from rl.reporting.episode_html import TOKEN_BANDS, describe_episode
+from rl.reporting.episode_html import TOKEN_BANDS, StoredEpisode
 from rl.sanitize import sanitize_text
 
 MAX_REPORT_BYTES = 10_000_000
@@ -73,10 +73,10 @@ def render_template(name: str, **context: Any) -> str:
     return _make_environment().get_template(name).render(context)
 
 
-def render_turns(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> str:
+def render_turns(row: Mapping[str, Any]) -> str:
     """Return the turns of an episode as HTML."""
     parts = _make_environment().get_template("episode.html").module
-    return parts.turns(describe_episode(row, turns))
+    return parts.turns(StoredEpisode(row).describe())
 
 
 def render_report(context: Mapping[str, Any], data: Mapping[str, Any], plotly: str) -> str:

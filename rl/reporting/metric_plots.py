@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -108,11 +109,17 @@ class RunCurve:
 
     def series(self, panel: PlotPanel) -> tuple[list[float], list[float]]:
         """Return (steps, values) of the panel's metric, without null values."""
+        points = self._list_points(panel)
+        return [step for _, step, _ in points], [value for _, _, value in points]
+
+    def _list_points(self, panel: PlotPanel) -> list[tuple[str, float, float]]:
+        """Return (stage, step, value) of each row that has the panel's metric."""
         name = self.find_metric(panel)
-        if name is None:
-            return [], []
-        points = [row for row in self.select_rows(panel) if is_number(row.get(name))]
-        return [row["step"] for row in points], [row[name] for row in points]
+        return [
+            (row.get("stage", ""), row["step"], row[name])
+            for row in self.select_rows(panel)
+            if name is not None and is_number(row.get(name))
+        ]
 
     def select_rows(self, panel: PlotPanel) -> list[dict[str, Any]]:
         """Return the rows without the metrics that exclude a row from the panel."""
@@ -133,29 +140,21 @@ class RunCurve:
         "stage" value.
         """
         spans: list[tuple[str, float, float]] = []
-        for row in self.rows:
-            name = str(row.get("stage", ""))
-            if spans and spans[-1][0] == name:
-                spans[-1] = (name, spans[-1][1], row["step"])
-            else:
-                spans.append((name, spans[-1][2] if spans else row["step"], row["step"]))
+        for name, rows in itertools.groupby(self.rows, lambda row: row.get("stage", "")):
+            steps = [row["step"] for row in rows]
+            spans.append((name, spans[-1][2] if spans else steps[0], steps[-1]))
         return spans
 
     def parts(self, panel: PlotPanel) -> list[tuple[list[float], list[float]]]:
-        """Return the series split at stage boundaries: a running mean across two stages would
-        describe neither.
+        """Return the series; one that is smoothed is split by stage, because a running mean across
+        two stages would describe neither.
         """
-        stages = self.stages()
-        points = list(zip(*self.series(panel), strict=True))
-        if stages and not panel.smooth:
-            stages = [("", stages[0][1], stages[-1][2])]
-        parts = []
-        for i, (_, first, last) in enumerate(stages):
-            part = [point for point in points if (first < point[0] or i == 0) and point[0] <= last]
-            if part:
-                steps, values = zip(*part, strict=True)
-                parts.append((list(steps), list(values)))
-        return parts
+        parts: dict[str, tuple[list[float], list[float]]] = {}
+        for stage, step, value in self._list_points(panel):
+            steps, values = parts.setdefault(stage if panel.smooth else "", ([], []))
+            steps.append(step)
+            values.append(value)
+        return list(parts.values())
 
 
 def read_curve(source: Path, label: str | None = None) -> RunCurve:
@@ -258,6 +257,19 @@ def find_reward_panels(curves: Sequence[RunCurve]) -> list[PlotPanel]:
     ]
 
 
+def find_panels(
+    curves: Sequence[RunCurve], metrics: Sequence[str] | None = None
+) -> list[PlotPanel]:
+    """Return the panels that a run has values for: those of `metrics`, by default PANELS and the
+    parts of rewards.
+    """
+    if metrics is None:
+        panels = [*PANELS, *find_reward_panels(curves)]
+    else:
+        panels = [PlotPanel(name, (name,)) for name in metrics]
+    return [panel for panel in panels if any(curve.find_metric(panel) for curve in curves)]
+
+
 def draw_curves(
     source: Path | Sequence[Path],
     out: Path,
@@ -291,10 +303,7 @@ def draw_curves(
     if not each_run and len(curves) > 1:
         groups = group_by_settings([_read_config(path) for path in sources])
     curves = group_curves(curves, groups, axis)
-    candidates = [*PANELS, *find_reward_panels(curves)]
-    if metrics is not None:
-        candidates = [PlotPanel(name, (name,)) for name in metrics]
-    panels = [panel for panel in candidates if any(curve.series(panel)[0] for curve in curves)]
+    panels = find_panels(curves, metrics)
     if not panels:
         raise UserError(
             f"no curve in {', '.join(map(str, sources))}: no row has a metric with a panel"
@@ -368,8 +377,8 @@ def _build_figure(
         notes.append("pale: each step; line: running mean")
     elif smooth:
         notes.append("smoothed")
-    style: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8, "color": "#666666"}
-    figure.text(0.99, 0.985, "; ".join(notes), **style)
+    note = "; ".join(notes)
+    figure.text(0.99, 0.985, note, ha="right", va="top", fontsize=8, color="#666666")
     if several:
         legend = figure.legend(
             [Line2D([], [], color=pick_colour(i), lw=2) for i in range(len(curves))],
@@ -397,11 +406,12 @@ def _draw_panel(axis: Axes, panel: PlotPanel, curves: Sequence[RunCurve]) -> Non
     axis.grid(True, axis="y", color="#e3e3e3", lw=0.7)
     axis.set_axisbelow(True)
     axis.tick_params(labelsize=8.5)
+    series = [curve.series(panel) for curve in curves]
     if len(curves) == 1:
-        _shade_stages(axis, curves[0], curves[0].series(panel)[0])
+        _shade_stages(axis, curves[0], series[0][0])
     for i, curve in enumerate(curves):
         _draw_curve(axis, panel, curve, pick_colour(i))
-    values = [value for curve in curves for value in curve.series(panel)[1]]
+    values = [value for _, curve_values in series for value in curve_values]
     if panel.is_fraction:
         axis.set_ylim(-0.03, 1.05)
     elif panel.reward and min(values) >= 0 and max(values) <= 1:
@@ -410,7 +420,7 @@ def _draw_panel(axis: Axes, panel: PlotPanel, curves: Sequence[RunCurve]) -> Non
         axis.set_ylim(-0.03 * top, top)
     _style_numbers(axis, panel, values)
     if len(curves) == 1 and panel.is_fraction:
-        _annotate_ends(axis, *curves[0].series(panel))
+        _annotate_ends(axis, *series[0])
 
 
 def _style_numbers(axis: Axes, panel: PlotPanel, values: Sequence[float]) -> None:
@@ -470,6 +480,14 @@ def _shade_stages(axis: Axes, curve: RunCurve, steps: Sequence[float]) -> None:
         if start >= end:
             continue
         axis.axvspan(start, end, color=_SHADES[i % len(_SHADES)], lw=0, zorder=0)
-        style: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 8, "color": "#777777"}
-        style |= {"transform": axis.get_xaxis_transform(), "parse_math": False}
-        axis.text((start + end) / 2, 0.02, name, **style)
+        axis.text(
+            (start + end) / 2,
+            0.02,
+            name,
+            ha="center",
+            va="bottom",
+            fontsize=8,
+            color="#777777",
+            transform=axis.get_xaxis_transform(),
+            parse_math=False,
+        )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from rl.reporting.episode_html import collect_turns
+from rl.reporting.episode_html import StoredEpisode
 
 _NORMAL_95 = 1.96  # the 97.5% quantile of the standard normal distribution
 _FEW_PROBLEMS = 30  # below it the normal interval is rough
@@ -21,7 +21,7 @@ def make_problem_key(row: Mapping[str, Any]) -> str:
 
     The prompt of an episode of several turns is what precedes its first turn.
     """
-    turns = collect_turns(row)
+    turns = StoredEpisode(row).turns
     prompt = turns[0].get("messages") or "" if turns else row.get("prompt", "")
     return json.dumps([row.get("tag"), row.get("problem"), prompt], default=str)
 

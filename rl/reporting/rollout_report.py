@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rl.jsonl import get_evaluation_step
-from rl.reporting.episode_html import collect_turns, get_stop_reason, has_several_turns
+from rl.reporting.episode_html import StoredEpisode
 from rl.reporting.html_report import encode_json, render_turns
 from rl.reporting.metric_plots import is_number
 from rl.reporting.paired_comparison import average_by_problem, make_problem_key, score_row
@@ -117,9 +118,9 @@ def _collect_evaluations(
     selected: list[EvaluationFile] = []
     for kind in dict.fromkeys((file.stage, file.greedy) for file in files):
         selected += select_evenly([f for f in files if (f.stage, f.greedy) == kind], _EVALUATIONS)
-    rows_by_file = [read_rollouts(file.path) for file in selected]
+    evaluations = [(file, read_rollouts(file.path)) for file in selected]
     entries: list[dict[str, Any]] = []
-    for file, rows in zip(selected, rows_by_file, strict=True):
+    for file, rows in evaluations:
         scores = [score for row in rows if (score := score_row(row)) is not None]
         entries.append(
             {
@@ -132,11 +133,12 @@ def _collect_evaluations(
                 "rows": [],
             }
         )
-    by_problem = [_group_by(rows, make_problem_key) for rows in rows_by_file]
-    for number, key in enumerate(_choose_problems(selected, rows_by_file)):
+    # of several answers to a problem, the first is shown
+    by_problem = [{make_problem_key(row): row for row in reversed(rows)} for _, rows in evaluations]
+    for number, key in enumerate(_choose_problems(evaluations)):
         answers = [
-            {"problem": number, **make_answer(groups[key][0])} if key in groups else None
-            for groups in by_problem
+            {"problem": number, **make_answer(shown[key])} if key in shown else None
+            for shown in by_problem
         ]
         if not budget.spend(answers):
             continue
@@ -147,35 +149,25 @@ def _collect_evaluations(
 
 
 def _choose_problems(
-    files: Sequence[EvaluationFile], rows_by_file: Sequence[Sequence[Mapping[str, Any]]]
+    evaluations: Sequence[tuple[EvaluationFile, Sequence[Mapping[str, Any]]]],
 ) -> list[str]:
     """Return problems in turn of those that were learned, were lost, stayed wrong, stayed right.
 
     The last stage with evaluations by samples decides.
     """
-    sampled = [i for i, file in enumerate(files) if not file.greedy] or list(range(len(files)))
+    sampled = [item for item in evaluations if not item[0].greedy] or evaluations
     if not sampled:
         return []
-    last = sampled[-1]
-    first = next(i for i in sampled if files[i].stage == files[last].stage)
-    before, after = (average_by_problem(rows_by_file[i]) for i in (first, last))
+    last, last_rows = sampled[-1]
+    first_rows = next(rows for file, rows in sampled if file.stage == last.stage)
+    before, after = average_by_problem(first_rows), average_by_problem(last_rows)
     kinds: dict[tuple[bool, bool], list[str]] = {
         (False, True): [], (True, False): [], (False, False): [], (True, True): []
     }  # fmt: skip
     for key, value in after.items():
         kinds[(before.get(key, value) > 0.5, value > 0.5)].append(key)
-    chosen: list[str] = []
-    while any(kinds.values()) and len(chosen) < _PROBLEMS:
-        chosen += [keys.pop(0) for keys in kinds.values() if keys]
-    return chosen[:_PROBLEMS]
-
-
-def _group_by(rows: Iterable[Mapping[str, Any]], key_of: Any) -> dict[Any, list[Mapping[str, Any]]]:
-    """Return the rows of each key."""
-    groups: dict[Any, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(key_of(row), []).append(row)
-    return groups
+    in_turn = itertools.chain(*itertools.zip_longest(*kinds.values()))
+    return [key for key in in_turn if key is not None][:_PROBLEMS]
 
 
 def _collect_batches(
@@ -196,18 +188,19 @@ def _collect_batches(
         budget = _ByteBudget(limit // len(selected))
         rows = read_rollouts(path)
         add_token_values(rows, path.with_suffix(".update.safetensors"))
-        groups = list(_group_by(rows, _make_group_key).values())
+        groups: dict[str, list[Mapping[str, Any]]] = {}
+        for row in rows:
+            groups.setdefault(_make_group_key(row), []).append(row)
         batch: dict[str, Any] = {
             "step": step,
             "stage": sanitize_text(stage, _PIECE_LIMIT),
             "alarms": _name_alarms(step, alarms),
             "file": sanitize_text(path.name, _PIECE_LIMIT),
             "page": path.with_suffix(".html").name if path.with_suffix(".html").is_file() else None,
-            "num_groups": len(groups),
             "num_answers": len(rows),
             "groups": [],
         }
-        for group in _choose_groups(groups):
+        for group in _choose_groups(list(groups.values())):
             entry = {**_describe_problem(group[0]), "size": len(group), "answers": []}
             # from the highest to the lowest reward, both ends among them
             ordered = sorted(group, key=get_reward, reverse=True)
@@ -289,51 +282,43 @@ def make_answer(row: Mapping[str, Any]) -> dict[str, Any]:
     An answer with tokens has `tokens` and `logprobs` (None: not sampled), otherwise `text`. An
     episode of several turns has `html`, which rl.reporting.episode_html renders.
     """
-    turns = collect_turns(row)
+    episode = StoredEpisode(row)
     answer: dict[str, Any] = {
         "reward": _round(row.get("reward")),
         "advantage": _round(row.get("advantage")),
-        "stop": sanitize_text(get_stop_reason(row), _PIECE_LIMIT),
-        "length": _count_tokens(row, turns),
+        "stop": sanitize_text(episode.stop_reason, _PIECE_LIMIT),
+        "length": sum(
+            len(item.get("tokens") or str(item.get("response", ""))) for item in episode.answers
+        ),
         "metrics": _bound_metrics(row.get("metrics")),
         "score": score_row(row),
         **_describe_problem(row),
     }
     if row.get("error"):
         answer["error"] = sanitize_text(str(row["error"]), _TEXT_LIMIT)
-    if has_several_turns(turns):
-        return {**answer, **_render_episode(row, turns)}
+    if episode.has_several_turns:
+        return {**answer, **_render_episode(episode)}
     tokens = row.get("tokens")
     if not isinstance(tokens, list) or not tokens:
         return {**answer, "text": sanitize_text(str(row.get("response", "")), _TEXT_LIMIT)}
     answer["tokens"] = [sanitize_text(str(piece), _PIECE_LIMIT) for piece in tokens[:_TOKENS]]
-    logprobs = row.get("logprobs")
-    if isinstance(logprobs, list) and len(logprobs) == len(tokens):
-        answer["logprobs"] = [_round(value) for value in logprobs[:_TOKENS]]
-    for name in ("advantages", *TOKEN_VALUES):
+    for name, digits in {"logprobs": 4, "advantages": 4, **dict.fromkeys(TOKEN_VALUES, 3)}.items():
         values = row.get(name)
         if isinstance(values, list) and len(values) == len(tokens):
-            digits = 4 if name == "advantages" else 3
             answer[name] = [_round(value, digits) for value in values[:_TOKENS]]
     return answer
 
 
-def _render_episode(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def _render_episode(episode: StoredEpisode) -> dict[str, str]:
     """Return the `html` of an episode of several turns; a `text` if it is too long or malformed."""
-    bounded = _bound_strings({**row, "turns": turns})
+    shown = {name: episode.row.get(name) for name in ("advantage", "seats")}
     try:
-        html = render_turns(bounded, bounded["turns"])
+        html = render_turns(_bound_strings({**shown, "turns": episode.turns}))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return {"text": sanitize_text(f"this episode cannot be shown: {error}", _TEXT_LIMIT)}
     if len(html) > _EPISODE_BYTES:
-        return {"text": f"[an episode of {len(turns)} turns, too long for this page]"}
+        return {"text": f"[an episode of {len(episode.turns)} turns, too long for this page]"}
     return {"html": html}
-
-
-def _count_tokens(row: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> int:
-    """Return the tokens of an answer or episode; characters if it has no tokens."""
-    parts = turns if len(turns) > 1 else [row]
-    return sum(len(part.get("tokens") or str(part.get("response", ""))) for part in parts)
 
 
 def _round(value: Any, digits: int = 4) -> float | None:

@@ -15,7 +15,7 @@ from rl.jsonl import METRICS_FILE, get_evaluation_step, get_rollout_step
 from rl.processes import LOCK
 from rl.reporting.curve_report import collect_alarms
 from rl.reporting.logbook import CONFIG, ROLLOUTS
-from rl.reporting.metric_plots import is_number
+from rl.reporting.metric_plots import RunCurve, is_number
 from rl.reporting.rollout_report import get_reward, read_rollouts, select_evenly
 from rl.sanitize import sanitize_text
 
@@ -125,6 +125,11 @@ class RunFollower:
                 self.are_held_out = not trained
         except OSError:
             return
+
+    @property
+    def curve(self) -> RunCurve:
+        """Return the rows as curves."""
+        return RunCurve(self.label, self.rows)
 
     @property
     def step(self) -> int | None:

@@ -61,30 +61,26 @@ def average_rows(
     A value is averaged where every run has it at the step of the stage. `places`: the position of
     each row on the axis; "step" of an averaged row is the mean of the positions.
     """
-    tables: list[dict[tuple[str, float], dict[str, Any]]] = []
-    for rows, positions in zip(runs, places, strict=True):
-        table: dict[tuple[str, float], dict[str, Any]] = {}
+    tables: list[dict[tuple[str, float], dict[str, Any]]] = [{} for _ in runs]
+    for table, rows, positions in zip(tables, runs, places, strict=True):
         for row, position in zip(rows, positions, strict=True):
-            merged = table.setdefault((str(row.get("stage", "")), row["step"]), {})
+            merged = table.setdefault((row.get("stage", ""), row["step"]), {})
             merged.update({**row, "step": position})
-        tables.append(table)
     averaged: tuple[list[dict[str, Any]], ...] = ([], [], [])
-    for key in tables[0]:
-        if not all(key in table for table in tables):
+    for key, first in tables[0].items():
+        members = [table[key] for table in tables if key in table]
+        if len(members) < len(tables):
             continue
-        members = [table[key] for table in tables]
-        place, _ = _measure_spread([member["step"] for member in members])
-        common = {"step": place, "stage": key[0]}
-        values: dict[str, list[Any]] = {
-            name: [member.get(name) for member in members] for name in members[0] if name != "step"
+        columns = {name: [member.get(name) for member in members] for name in first}
+        spreads = {
+            name: _measure_spread(values)
+            for name, values in columns.items()
+            if all(isinstance(value, (int, float)) for value in values)
         }
-        numbers = {
-            name: _measure_spread(items)
-            for name, items in values.items()
-            if all(isinstance(item, (int, float)) for item in items)
-        }
+        step, _ = spreads.pop("step")
         for rows, sign in zip(averaged, (0, -1, 1), strict=True):
-            rows.append({**common, **{n: mean + sign * sd for n, (mean, sd) in numbers.items()}})
+            numbers = {name: mean + sign * sd for name, (mean, sd) in spreads.items()}
+            rows.append({"step": step, "stage": key[0], **numbers})
     return averaged[0], averaged[1], averaged[2]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions
 from rich.style import Style
@@ -33,7 +33,8 @@ class ChartCurve:
 class TerminalChart:
     """Draw lines over steps, as wide as the console allows and `height` rows high.
 
-    A column that has several points shows their mean. `bands`: first and last steps that are marked
+    A column that has several points shows their mean. The title is followed by the last value of
+    each line. `bands`: first and last steps that are marked
     on the axis. `log`: draw log10 of positive values. `from_zero`: the axis includes 0.
     """
 
@@ -43,19 +44,18 @@ class TerminalChart:
     bands: Sequence[tuple[float, float]] = ()
     log: bool = False
     from_zero: bool = False
-    summary: Sequence[tuple[str, str]] = field(default=())  # (text, colour) beside the title
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Text]:
         width = max(4, options.max_width - _LABEL_WIDTH - 2)
         yield self._format_title(options.max_width)
-        lines = [self._transform(line) for line in self.lines]
-        points = [point for line in lines for point in zip(line.steps, line.values, strict=True)]
+        series = [self._list_points(line) for line in self.lines]
+        steps = [step for points in series for step, _ in points]
         rows = max(1, self.height - 3)
-        if not points:
+        if not steps:
             yield Text("no values yet", style="dim")
             return
-        first, last = min(step for step, _ in points), max(step for step, _ in points)
-        columns = [_average_columns(line, first, last, 2 * width) for line in lines]
+        first, last = min(steps), max(steps)
+        columns = [_average_columns(points, first, last, 2 * width) for points in series]
         means = [value for line in columns for _, value in line]
         low, high = min(means), max(means)
         if self.from_zero and not self.log:
@@ -64,7 +64,7 @@ class TerminalChart:
         span = high - low if math.isfinite(high - low) else 0.0
         scale = (4 * rows - 1) / span if span else 0.0
         cells: _Cells = {}
-        for line, averaged in zip(lines, columns, strict=True):
+        for line, averaged in zip(self.lines, columns, strict=True):
             dots = [
                 (x, round((value - low) * scale) if span else 2 * rows) for x, value in averaged
             ]
@@ -80,20 +80,19 @@ class TerminalChart:
         yield self._format_axis(first, last, width, options.ascii_only)
         yield self._format_ends(first, last, width)
 
-    def _transform(self, line: ChartCurve) -> ChartCurve:
-        """Return the line without values that cannot be drawn, in the scale of the axis."""
-        points = [
+    def _list_points(self, line: ChartCurve) -> list[tuple[float, float]]:
+        """Return the points of a line that can be drawn, in the scale of the axis."""
+        return [
             (step, math.log10(value) if self.log else float(value))
             for step, value in zip(line.steps, line.values, strict=True)
             if math.isfinite(value) and (value > 0 or not self.log)
         ]
-        steps, values = zip(*points, strict=True) if points else ((), ())
-        return ChartCurve(steps, values, line.colour)
 
     def _format_title(self, width: int) -> Text:
         title = Text(self.title, style="bold")
-        for text, colour in self.summary:
-            title.append(f"  {text}", style=colour)
+        for line in self.lines:
+            if line.values:
+                title.append(f"  {format_axis_value(line.values[-1])}", style=line.colour)
         title.truncate(width, overflow="ellipsis")
         return title
 
@@ -111,12 +110,13 @@ class TerminalChart:
         """Return the axis, on which the bands are marked."""
         plain, marked, corner = ("-", "=", "+") if ascii_only else ("─", "━", "└")
         axis = Text(" " * _LABEL_WIDTH + corner, style="dim")
-        flags = [False] * width
-        for start, end in self.bands:
-            if end >= first and start <= last:
-                columns = [_find_column(step, first, last, width) for step in (start, end)]
-                flags[columns[0] : columns[1] + 1] = [True] * (columns[1] + 1 - columns[0])
-        for is_marked in flags:
+        spans = [
+            [_find_column(step, first, last, width) for step in band]
+            for band in self.bands
+            if band[1] >= first and band[0] <= last
+        ]
+        for column in range(width):
+            is_marked = any(start <= column <= end for start, end in spans)
             axis.append(marked if is_marked else plain, style=ALARM_COLOUR if is_marked else "dim")
         return axis
 
@@ -155,10 +155,10 @@ def _find_column(step: float, first: float, last: float, width: int) -> int:
 
 
 def _average_columns(
-    line: ChartCurve, first: float, last: float, width: int
+    points: Sequence[tuple[float, float]], first: float, last: float, width: int
 ) -> list[tuple[int, float]]:
     """Return the mean value of each column of dots that has points."""
     values: dict[int, list[float]] = {}
-    for step, value in zip(line.steps, line.values, strict=True):
+    for step, value in points:
         values.setdefault(_find_column(step, first, last, width), []).append(value)
     return [(column, sum(items) / len(items)) for column, items in sorted(values.items())]

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 from rl.errors import RunFolderError, install_command
 from rl.jsonl import format_json_line, replace_nonfinite, write_atomically
-from rl.processes import kill_tree
-from rl.reporting.episode_html import collect_turns
+from rl.processes import get_environment_without_launch, kill_tree
+from rl.reporting.episode_html import StoredEpisode
 from rl.reporting.rollout_report import select_evenly
 from rl.sanitize import sanitize_message, sanitize_text
 
@@ -41,9 +41,6 @@ ROLLOUT_COLUMNS = ("step", "problem", "prompt", "answer", "expected", "reward", 
 _TABLE_ROWS, _TEXT_LIMIT = 50, 2000  # rows of a table; characters of a cell
 _QUEUE_LINES = 1000  # messages that wait for a tracker; further ones are dropped
 _FINISH_SECONDS = 120.0  # seconds in which all trackers must finish at the end of a run
-# Variables of a launch: the tracker's process belongs to no process group.
-_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
-_LAUNCH_PREFIXES = ("ACCELERATE_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
 class WarningSink(Protocol):
@@ -87,7 +84,7 @@ def build_table(step: int, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]
 
 def _join_turns(row: Mapping[str, Any]) -> Any:
     """Return the text of an answer, or of the turns of an episode."""
-    turns = collect_turns(row)
+    turns = StoredEpisode(row).turns
     if len(turns) < 2:
         return row.get("response")
     return "\n\n".join(f"[{i}] {turn.get('response', '')}" for i, turn in enumerate(turns, 1))
@@ -105,19 +102,14 @@ class TrackerProcess:
         self.name = name
         self.replies: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        environment = {
-            key: value
-            for key, value in os.environ.items()
-            if key not in _LAUNCH_VARIABLES and not key.startswith(_LAUNCH_PREFIXES)
-        }
-        paths = [os.path.abspath(path) for path in sys.path if path]
+        paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "rl.reporting.tracker_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=folder,  # a file that a tracker writes into its current folder
-            env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**get_environment_without_launch(), "PYTHONPATH": paths},
             start_new_session=True,  # Ctrl-C reaches the run alone
             text=True,
             encoding="utf-8",

@@ -30,7 +30,6 @@ class TrackerBackend:
     """Start a tracker of accelerate, and log to it. A subclass sets its store and its tables."""
 
     name = ""
-    takes_text = True  # whether a metric may be text
 
     def __init__(self, setup: Mapping[str, Any]):
         from accelerate.state import PartialState
@@ -38,6 +37,7 @@ class TrackerBackend:
 
         PartialState(cpu=True)  # accelerate's trackers need it; no GPU
         self.setup, self.folder = setup, Path(setup["folder"])
+        self.is_resumed = setup["resume_step"] is not None  # it continues an earlier run
         self.warning: str | None = None
         self.tracker: Any = LOGGER_TYPE_TO_CLASS[self.name](**self.make_arguments())
         self.start()
@@ -55,18 +55,12 @@ class TrackerBackend:
         return self.setup["id"]
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Log metrics."""
-        numbers = {k: v for k, v in values.items() if self.takes_text or not isinstance(v, str)}
-        self.tracker.log(numbers, step=step)
+        """Log metrics: numbers and texts."""
+        self.tracker.log(values, step=step)
 
     def log_table(self, name: str, rows: Sequence[Sequence[Any]], step: int) -> None:
         """Log rows of ROLLOUT_COLUMNS."""
         raise NotImplementedError
-
-    @property
-    def is_resumed(self) -> bool:
-        """Return whether the tracker continues an earlier run."""
-        return self.setup["resume_step"] is not None
 
 
 class WandbBackend(TrackerBackend):
@@ -108,16 +102,13 @@ class WandbBackend(TrackerBackend):
             )
 
     def log_table(self, name: str, rows: Sequence[Sequence[Any]], step: int) -> None:
-        self.tracker.log_table(
-            name, columns=list(ROLLOUT_COLUMNS), data=[list(row) for row in rows], step=step
-        )
+        self.tracker.log_table(name, columns=list(ROLLOUT_COLUMNS), data=rows, step=step)
 
 
 class TensorboardBackend(TrackerBackend):
     """Log to TensorBoard's files. A resumed run hides the steps that it repeats."""
 
     name = "tensorboard"
-    takes_text = False
 
     def make_arguments(self) -> dict[str, Any]:
         """Return the arguments; earlier events after the step of the resume are hidden."""
@@ -129,6 +120,10 @@ class TensorboardBackend(TrackerBackend):
         if not self.is_resumed:
             settings = json.dumps(self.setup["config"], indent=2)
             self.tracker.log({"config": _indent(settings)}, step=0)
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        # a text, such as the stage, would become a page of its own at each step
+        super().log({k: v for k, v in values.items() if not isinstance(v, str)}, step)
 
     def log_table(self, name: str, rows: Sequence[Sequence[Any]], step: int) -> None:
         parts = [
@@ -159,7 +154,7 @@ class TrackioBackend(TrackerBackend):
     def log_table(self, name: str, rows: Sequence[Sequence[Any]], step: int) -> None:
         import trackio
 
-        table = trackio.Table(columns=list(ROLLOUT_COLUMNS), data=[list(row) for row in rows])
+        table = trackio.Table(columns=list(ROLLOUT_COLUMNS), data=rows)
         self.tracker.log({name: table}, step=step)
 
 
@@ -167,7 +162,6 @@ class MlflowBackend(TrackerBackend):
     """Log to mlflow's local database, or to the server that MLFLOW_TRACKING_URI names."""
 
     name = "mlflow"
-    takes_text = False
 
     def make_arguments(self) -> dict[str, Any]:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

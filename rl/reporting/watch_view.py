@@ -13,28 +13,27 @@ from rich.table import Table
 from rich.text import Text
 
 from rl.reporting.console import format_duration, format_headline, format_held_out, format_score
-from rl.reporting.episode_html import collect_turns
-from rl.reporting.metric_plots import PANELS, PlotPanel, RunCurve, find_reward_panels, is_number
+from rl.reporting.episode_html import StoredEpisode
+from rl.reporting.metric_plots import PlotPanel, find_panels, is_number
 from rl.reporting.run_follower import RunFollower, choose_answers, sanitize_name
-from rl.reporting.terminal_chart import ALARM_COLOUR, ChartCurve, TerminalChart, format_axis_value
+from rl.reporting.terminal_chart import ALARM_COLOUR, ChartCurve, TerminalChart
 from rl.sanitize import sanitize_text
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "white")
+# Mark and colour of a state, and its explanation.
 _STATES = {
-    "running": ("●", "green"),
-    "finished": ("✓", "green"),
-    "stopped": ("■", "yellow"),
-    "killed": ("✗", "red"),
-    "waiting": ("…", "dim"),
-}
-_STATE_NOTES = {
-    "killed": "its process has not written for a minute: killed, or its host is gone",
-    "stopped": "no process is working on it",
-    "waiting": "no run in this folder yet",
+    "running": ("●", "green", ""),
+    "finished": ("✓", "green", ""),
+    "stopped": ("■", "yellow", "no process is working on it"),
+    "killed": (
+        "✗",
+        "red",
+        "its process has not written for a minute: killed, or its host is gone",
+    ),
+    "waiting": ("…", "dim", "no run in this folder yet"),
 }
 _MIN_CHART_WIDTH, _CHART_HEIGHT, _MAX_CHART_HEIGHT, _MAX_CHARTS = 38, 8, 16, 12
 _TEXT_LIMIT = 1500  # characters of an answer
-Series = tuple[list[float], list[float]]  # steps and values
 
 
 def render_runs(
@@ -62,7 +61,7 @@ def render_runs(
         spare = height - used - _CHART_HEIGHT
         num_answers = max(0, min(num_answers, (spare - len(runs)) // (2 * len(runs))))
     answers = _render_answers(runs, colours, num_answers, page, width)
-    panels = _collect_series(runs)
+    panels = find_panels([run.curve for run in runs])
     if height is not None:
         room = height - used - len(answers)
         limit = columns * max(0, room // _CHART_HEIGHT)
@@ -76,7 +75,7 @@ def render_runs(
 def _render_run(run: RunFollower, colour: str, width: int) -> list[RenderableType]:
     """Return the lines on a run: its state, the newest metrics, its alarms."""
     state = run.get_state()
-    mark, style = _STATES[state]
+    mark, style, note = _STATES[state]
     parts = [
         (f"{mark} ", style),
         (run.label, f"bold {colour}".strip()),
@@ -94,8 +93,8 @@ def _render_run(run: RunFollower, colour: str, width: int) -> list[RenderableTyp
             parts.append((f"  about {format_duration(remaining)} left{scope}", ""))
         if (age := run.get_age()) is not None:
             parts.append((f"  last step {format_duration(age)} ago", "dim"))
-    elif state in _STATE_NOTES:
-        parts.append((f"  {_STATE_NOTES[state]}", "dim"))
+    elif note:
+        parts.append((f"  {note}", "dim"))
     lines: list[RenderableType] = [_make_line(width, *parts)]
     if run.step is not None and run.last_step:
         bar_style = colour or ("green" if state == "finished" else "cyan")
@@ -138,20 +137,10 @@ def _render_alarms(run: RunFollower, width: int) -> list[RenderableType]:
     return [_make_line(width, line) for line in lines]
 
 
-def _collect_series(runs: Sequence[RunFollower]) -> list[tuple[PlotPanel, list[Series]]]:
-    """Return the panels that a run has values for, with the series of each run."""
-    curves = [RunCurve(run.label, run.rows) for run in runs]
-    panels = [
-        (panel, [curve.series(panel) for curve in curves])
-        for panel in [*PANELS, *find_reward_panels(curves)]
-    ]
-    return [(panel, series) for panel, series in panels if any(steps for steps, _ in series)]
-
-
 def _render_charts(
     runs: Sequence[RunFollower],
     colours: Sequence[str],
-    panels: Sequence[tuple[PlotPanel, list[Series]]],
+    panels: Sequence[PlotPanel],
     columns: int,
     height: int,
 ) -> list[RenderableType]:
@@ -161,20 +150,15 @@ def _render_charts(
         TerminalChart(
             sanitize_name(panel.title),
             [
-                ChartCurve(steps, values, colour)
-                for (steps, values), colour in zip(series, colours, strict=True)
+                ChartCurve(*run.curve.series(panel), colour)
+                for run, colour in zip(runs, colours, strict=True)
             ],
             height=height,
             bands=bands,
             log=panel.log,
             from_zero=panel.is_fraction,
-            summary=[
-                (format_axis_value(values[-1]), colour)
-                for (_, values), colour in zip(series, colours, strict=True)
-                if values
-            ],
         )
-        for panel, series in panels
+        for panel in panels
     ]
     grids: list[RenderableType] = []
     for start in range(0, len(charts), columns):
@@ -222,7 +206,7 @@ def _render_prompt(row: Mapping[str, Any], width: int) -> Text:
 
 def _render_answer(row: Mapping[str, Any], width: int) -> Text:
     """Return a line with the reward, and with the beginning and the end of the answer."""
-    turns = collect_turns(row) if isinstance(row.get("turns"), list) else []
+    turns = StoredEpisode(row).turns
     answer = _flatten(str(row.get("response") or (turns[-1]["response"] if turns else "")))
     reward = row.get("reward") if is_number(row.get("reward")) else None
     score = "n/a" if reward is None else format_score(float(reward))

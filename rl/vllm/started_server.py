@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl.errors import UserError
-from rl.processes import SupervisedProcess
+from rl.processes import SupervisedProcess, get_environment_without_launch
 from rl.vllm.sample_reply import VllmServerError
 from rl.vllm.transfer_validation import ServerWeights
 from rl.vllm.vllm_server import VllmServer
@@ -26,9 +26,6 @@ MAX_RESTARTS = 3  # for the same weights
 _POLL_SECONDS = 0.5  # between two looks at the process or the server
 _HEALTH_SECONDS = 10.0  # between two requests that show whether the server hangs
 _HEALTH_LIMIT = 20.0  # time limit of such a request
-# Variables of a launch: the server belongs to none of its process groups.
-_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
-_LAUNCH_PREFIXES = ("ACCELERATE_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 # rl.startup sets it. vLLM's sums over GPUs end the server with "invalid argument" under it
 # (vllm#42609).
 _ALLOCATOR_SETTING = ("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -233,13 +230,7 @@ class StartedServer(VllmServer):
         folder = self._weights.model.folder
         command = self._launch.build_command(folder, self._port, self._lora_rank)
         line = ["/bin/sh", "-c", _APPEND_OUTPUT, str(self._log), *command]
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in _LAUNCH_VARIABLES
-            and not name.startswith(_LAUNCH_PREFIXES)
-            and (name, value) != _ALLOCATOR_SETTING
-        }
+        environment = dict(get_environment_without_launch().items() - {_ALLOCATOR_SETTING})
         # Python must not import packages from the current folder in place of the server's.
         environment |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
