@@ -23,8 +23,6 @@ from rl.serve.http_errors import HttpError
 from rl.serve.scheduler import choose_evictions
 from rl.types import Message, ModelInput, SampledSequence, SampleResponse, SamplingParams
 
-_GREEDY_TOKEN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, stop=None)
-
 
 class SamplingBackend(Protocol):
     """Sample from the models of a server: the interface that the OpenAI-style routes use.
@@ -82,63 +80,9 @@ class AgentSession:
     # whether responses may go through a second forward pass, for top-k logprobs
     allows_rescoring = True
 
-    async def renderer(self, backend: SamplingBackend, model: str | None) -> Renderer:
-        """Return the renderer of a model, which may have to be loaded."""
-        return await asyncio.to_thread(backend.renderer, model, self.owner)
-
-    async def tokenizer(self, backend: SamplingBackend, model: str | None) -> Any:
-        """Return the tokenizer of a model, which may have to be loaded; None if it has none."""
-        return await asyncio.to_thread(backend.tokenizer, model, self.owner)
-
-    async def sample(
-        self,
-        backend: SamplingBackend,
-        model: str | None,
-        prompt: list[int],
-        n: int,
-        params: SamplingParams,
-        **options: Any,
-    ) -> SampleResponse:
-        """Return n samples of a prompt. `options`: options of `SamplingBackend.sample`."""
-        return await backend.sample(model, prompt, n, params, owner=self.owner, **options)
-
-    async def compute_top_logprobs(
-        self,
-        backend: SamplingBackend,
-        model: str | None,
-        prompt: Sequence[int],
-        sequence: SampledSequence,
-        k: int,
-    ) -> list[list[tuple[int, float]]]:
-        """Return for each sampled token the k most likely (id, logprob) of the untruncated
-        distribution at its temperature, most likely first.
-
-        A second forward pass over the response gives logprobs p1 at temperature 1. Differences of
-        logits equal differences of p1, and at temperature T a token's logprob is its logit / T
-        minus a constant: p(j) = p(sampled) + (p1(j) - p1(sampled)) / T, with p(sampled) from
-        sampling.
-        """
-        assert sequence.logprobs is not None
-        response = await self.sample(
-            backend,
-            model,
-            [*prompt, *sequence.tokens[:-1]],
-            1,
-            _GREEDY_TOKEN_PARAMS,
-            include_prompt_logprobs=True,
-            topk_prompt_logprobs=k,
-            next_token=sequence.tokens[-1],  # not fed: the answer may end where the context does
-        )
-        assert response.prompt_logprobs is not None and response.topk_prompt_logprobs is not None
-        temperature = sequence.temperature or 1.0  # greedy samples have logprobs at temperature 1
-        result = []
-        for i, logprob in enumerate(sequence.logprobs, len(prompt)):
-            base, row = response.prompt_logprobs[i], response.topk_prompt_logprobs[i]
-            assert base is not None and row is not None
-            result.append(
-                [(token, min(0.0, logprob + (value - base) / temperature)) for token, value in row]
-            )
-        return result
+    def choose_backend(self, backend: SamplingBackend) -> SamplingBackend:
+        """Return what samples for the session: the server's `backend`."""
+        return backend
 
     # -------------------------------------------------------------------------------------- prompts
 
