@@ -11,8 +11,9 @@ from rl.serve.app import make_app
 from rl.serve.http_errors import HttpError
 from rl.serve.openai_routes import make_openai_routes
 from rl.serve.serve_settings import ServedBaseModel, ServeLimits, ServeSettings, compute_owner_id
+from rl.serve.served_models import ServedModel
 from rl.serve.server import ModelServer, main
-from rl.serve.serving_engine import ServedModel, ServingEngine
+from rl.serve.serving_engine import ServingEngine
 
 __all__ = [
     "AgentSession",

@@ -6,6 +6,7 @@ The routes of the two protocols are in other modules.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -28,7 +29,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from rl.serve.api_routes import make_description_routes
-from rl.serve.http_connection import ReceiveFn, limit_body
 from rl.serve.http_errors import HttpError, SafeJSONResponse, make_error_response, report_error
 from rl.serve.scheduler import TenantCounter, check_share
 from rl.serve.serve_settings import LOCAL_OWNER, LOOPBACK_HOSTS, compute_owner_id
@@ -38,11 +38,14 @@ from rl.serve.tinker_rest import LINK_PREFIX, UrlSigner
 log = logging.getLogger("whetstone.serve")
 
 Scope = MutableMapping[str, Any]
+ReceiveFn = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 PAGE_PATH = "/"
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 KEYLESS_PATHS = ("/healthz", "/api/v1/healthz")  # served without a key
+# lowest accepted rate of a body, in bytes per second: each byte extends the timeout by its inverse
+_MIN_BYTES_PER_SECOND = 65_536
 # headers that browsers send, and that a page cannot remove
 _BROWSER_HEADERS = frozenset((b"origin", b"sec-fetch-site", b"accept-language"))
 
@@ -208,6 +211,37 @@ class RequestGuard:
             "ms": round(seconds * 1e3, 1),
         }
         log.info("request", extra=fields)
+
+
+def limit_body(receive: ReceiveFn, limit: int, seconds: float) -> ReceiveFn:
+    """Return a `receive` that limits size and duration of a body.
+
+    It raises HttpError (413) for a body of more than `limit` bytes, and HttpError (408) for a slow
+    body. The timeout is `seconds`, plus a second for every 64 KiB received.
+    """
+    length, complete, start = 0, False, time.monotonic()
+
+    async def next_message() -> MutableMapping[str, Any]:
+        nonlocal length, complete
+        if complete:
+            # waits for the client to disconnect, while the response is computed
+            return await receive()
+        remaining = start + seconds + length / _MIN_BYTES_PER_SECOND - time.monotonic()
+        try:
+            message = await asyncio.wait_for(receive(), max(remaining, 0.001))
+        except TimeoutError:
+            raise HttpError(
+                408,
+                f"received only {length} bytes of the body in {time.monotonic() - start:.0f} s: "
+                "send it faster",
+            ) from None
+        length += len(message.get("body", b""))
+        complete = message["type"] != "http.request" or not message.get("more_body", False)
+        if length > limit:
+            raise HttpError(413, f"a body may have at most {limit} bytes: send less at once")
+        return message
+
+    return next_message
 
 
 def redact_path(path: str) -> str:
