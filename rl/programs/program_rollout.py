@@ -150,7 +150,7 @@ class ProgramEpisode(AgentSession):
         self._answered_requests: dict[int, ActionRequest] = {}
         self._pending_requests: set[ActionRequest] = set()
 
-    def choose_backend(self, backend: SamplingBackend) -> SamplingBackend:
+    def choose_backend(self, backend: SamplingBackend) -> Any:
         """Return the episode itself: the rollout samples for its program."""
         return self
 

@@ -80,8 +80,8 @@ class AgentSession:
     # whether responses may go through a second forward pass, for top-k logprobs
     allows_rescoring = True
 
-    def choose_backend(self, backend: SamplingBackend) -> SamplingBackend:
-        """Return what samples for the session: the server's `backend`."""
+    def choose_backend(self, backend: SamplingBackend) -> Any:
+        """Return what samples for the session, here the server's `backend`."""
         return backend
 
     # -------------------------------------------------------------------------------------- prompts

@@ -17,7 +17,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl.serve.api_routes import make_description_routes
 from rl.serve.http_errors import HttpError, SafeJSONResponse, make_error_response, report_error
@@ -37,10 +38,6 @@ from rl.serve.tinker_rest import LINK_PREFIX, UrlSigner
 
 log = logging.getLogger("whetstone.serve")
 
-Scope = MutableMapping[str, Any]
-ReceiveFn = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 PAGE_PATH = "/"
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 KEYLESS_PATHS = ("/healthz", "/api/v1/healthz")  # served without a key
@@ -50,7 +47,7 @@ _MIN_BYTES_PER_SECOND = 65_536
 _BROWSER_HEADERS = frozenset((b"origin", b"sec-fetch-site", b"accept-language"))
 
 
-def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigner) -> Any:
+def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigner) -> ASGIApp:
     """Return an ASGI application with `routes`, /healthz, /metrics, /openapi.json and /docs."""
 
     async def health(request: Request) -> Response:
@@ -84,7 +81,7 @@ class RequestGuard:
     log each request.
     """
 
-    def __init__(self, app: Any, engine: ServingEngine, links: UrlSigner):
+    def __init__(self, app: ASGIApp, engine: ServingEngine, links: UrlSigner):
         self.app = app
         self.engine = engine
         self.links = links
@@ -93,13 +90,13 @@ class RequestGuard:
         self._keys = [(key.encode(), compute_owner_id(key)) for key in engine.settings.keys]
         engine.metrics.set_gauge("open_requests", self._open_by_owner.total)
 
-    async def __call__(self, scope: Scope, receive: ReceiveFn, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         begin, response = time.perf_counter(), {"status": 0}
 
-        async def record_status(message: MutableMapping[str, Any]) -> None:
+        async def record_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 response["status"] = message["status"]
             await send(message)
@@ -213,7 +210,7 @@ class RequestGuard:
         log.info("request", extra=fields)
 
 
-def limit_body(receive: ReceiveFn, limit: int, seconds: float) -> ReceiveFn:
+def limit_body(receive: Receive, limit: int, seconds: float) -> Receive:
     """Return a `receive` that limits size and duration of a body.
 
     It raises HttpError (413) for a body of more than `limit` bytes, and HttpError (408) for a slow
@@ -221,7 +218,7 @@ def limit_body(receive: ReceiveFn, limit: int, seconds: float) -> ReceiveFn:
     """
     length, complete, start = 0, False, time.monotonic()
 
-    async def next_message() -> MutableMapping[str, Any]:
+    async def next_message() -> Message:
         nonlocal length, complete
         if complete:
             # waits for the client to disconnect, while the response is computed
@@ -290,7 +287,7 @@ class JsonLineFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def is_page_request(scope: MutableMapping[str, Any]) -> bool:
+def is_page_request(scope: Scope) -> bool:
     """Return whether a browser requests the page: `accept` names HTML, and not JSON."""
     accept = dict(scope["headers"]).get(b"accept", b"").lower()
     return (
@@ -306,7 +303,7 @@ class ChatPage(Response):
 
     media_type = "text/html"
 
-    async def __call__(self, scope: Scope, receive: ReceiveFn, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_page_request(scope):
             raise HTTPException(404)
         await super().__call__(scope, receive, send)
