@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -280,18 +280,16 @@ class AgentSessions:
             )
         session = self._by_name.setdefault((owner, name), AgentSession(owner))
         self._by_name.move_to_end((owner, name))
-        excess = len(self._by_name) - self.max_sessions
-        for key in choose_evictions({key: key[0] for key in self._by_name}, excess):
-            del self._by_name[key]
-        ids_by_owner: Counter[str] = Counter()
-        for (name_owner, _), other in self._by_name.items():
-            ids_by_owner[name_owner] += other.num_ids
-        while len(self._by_name) > 1 and ids_by_owner.total() > self.max_ids:
-            largest_owner = max(ids_by_owner, key=lambda name: ids_by_owner[name])
-            key = next(key for key in self._by_name if key[0] == largest_owner)
-            if self._by_name[key] is session:  # it continues
-                break
-            ids_by_owner[largest_owner] -= self._by_name.pop(key).num_ids
+        sessions = self._by_name
+        for limit, get_size in (
+            (self.max_sessions, lambda key: 1),
+            (self.max_ids, lambda key: sessions[key].num_ids),
+        ):
+            owners = {key: key[0] for key in sessions}
+            for key in choose_evictions(owners, sum(map(get_size, owners)) - limit, get_size):
+                if sessions[key] is session:  # it continues
+                    break
+                del sessions[key]
         if len(session.turns) >= self.max_turns:
             raise HttpError(
                 400,

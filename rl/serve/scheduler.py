@@ -68,22 +68,28 @@ def check_share(
         raise HttpError(429, text, retry_after=retry_after)
 
 
-def choose_evictions(tenant_by_item: Mapping[T, str], count: int) -> list[T]:
-    """Return `count` items to evict: repeatedly the oldest item of the tenant that holds most.
+def choose_evictions(
+    tenant_by_item: Mapping[T, str], excess: int, get_size: Callable[[T], int] = lambda item: 1
+) -> list[T]:
+    """Return items to evict: repeatedly the oldest item of the tenant that holds most, until their
+    sizes are at least `excess`.
 
     tenant_by_item    the tenant of each item, the oldest item first
     """
     remaining = dict(tenant_by_item)
     chosen: list[T] = []
-    while len(chosen) < count and remaining:
-        counts = Counter(remaining.values())
-        most = max(counts.values())
-        chosen.append(next(item for item, tenant in remaining.items() if counts[tenant] == most))
+    while excess > 0 and remaining:
+        held: Counter[str] = Counter()
+        for item, tenant in remaining.items():
+            held[tenant] += get_size(item)
+        most = max(held.values())
+        chosen.append(next(item for item, tenant in remaining.items() if held[tenant] == most))
         del remaining[chosen[-1]]
+        excess -= get_size(chosen[-1])
     return chosen
 
 
-WorkFn = Callable[[], Generator[None, None, Any]]
+VerbSteps = Generator[None, None, Any]
 
 
 @dataclass(eq=False)
@@ -93,9 +99,9 @@ class EngineJob:
     tenant: str  # whose turn and share of the queue the job takes
     lane: str
     verb: str
-    work: WorkFn
+    work: Callable[[], VerbSteps]
     done: Future = field(default_factory=Future)
-    generator: Generator[None, None, Any] | None = None
+    generator: VerbSteps | None = None
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from rl.errors import BadRequestError, UserError
 from rl.renderers import Renderer, get_renderer
 from rl.serve.http_errors import HttpError, MissingTokenizerError, ShutdownError
 from rl.serve.request_store import PendingRequest, RequestStore
-from rl.serve.scheduler import EngineJob, SamplingJob
+from rl.serve.scheduler import EngineJob, SamplingJob, VerbSteps
 from rl.serve.schemas import (
     LoadWeightsBody,
     OptimStepBody,
@@ -44,7 +44,6 @@ from rl.serve.session_store import (
 )
 from rl.types import AdamParams, Datum, ModelInput, SampleResponse, SamplingParams
 
-VerbSteps = Generator[None, None, Any]
 SAMPLER_KIND = "sampler_weights"
 # snapshots of weights saved for samplers that stay in memory, so that the next sampler need not
 # read them

@@ -23,14 +23,14 @@ from rl.serve import conversion, schemas, tinker_pb2
 from rl.serve.api_routes import RouteHandler, TypedRoute, make_unsupported
 from rl.serve.http_errors import HttpError, SafeJSONResponse, ShutdownError
 from rl.serve.request_store import PROTOBUF_TYPE, PendingRequest, compute_digest
-from rl.serve.scheduler import EngineJob, SamplingJob
+from rl.serve.scheduler import EngineJob, SamplingJob, VerbSteps
 from rl.serve.schemas import (
     decompress,
     read_body,
     read_fields,
 )
 from rl.serve.serve_settings import LOOPBACK_HOSTS
-from rl.serve.served_models import ServerParts, VerbSteps
+from rl.serve.served_models import ServerParts
 from rl.serve.serving_engine import locate_tokenizer
 from rl.serve.session_store import ModelRecord, SamplerRecord, SessionRecord
 from rl.types import GetInfoResponse, ModelData, ModelInput, SamplingParams
