@@ -263,11 +263,7 @@ class ChatReply(SamplingReply):
         return {**logprobs, "refusal": None}
 
     def make_choice(
-        self,
-        index: int,
-        response: SampleResponse,
-        sequence: SampledSequence,
-        top: TopLogprobs | None,
+        self, index: int, sequence: SampledSequence, top: TopLogprobs | None
     ) -> ChatChoice:
         """Return a choice of the response, and record its turn. Each tool call gets an id."""
         message = self.parse(sequence.tokens, ended=True)
@@ -408,11 +404,7 @@ class TextReply(SamplingReply):
         }
 
     def make_choice(
-        self,
-        index: int,
-        response: SampleResponse,
-        sequence: SampledSequence,
-        top: TopLogprobs | None,
+        self, index: int, sequence: SampledSequence, top: TopLogprobs | None
     ) -> TextChoice:
         p = index // self.n
         prompt, response = self.prompts[p], self.responses[p]
@@ -459,11 +451,7 @@ class TokenReply(SamplingReply):
         self.prompts, self.tokenizer = [self.body.token_ids], await self._load_tokenizer()
 
     def make_choice(
-        self,
-        index: int,
-        response: SampleResponse,
-        sequence: SampledSequence,
-        top: TopLogprobs | None,
+        self, index: int, sequence: SampledSequence, top: TopLogprobs | None
     ) -> TokenChoice:
         tokens, tokenizer = list(sequence.tokens), self.tokenizer
         text = "" if tokenizer is None else str(tokenizer.decode(tokens))
