@@ -149,7 +149,7 @@ class SamplingReply:
                 if self.num_likely:
                     top = await self._compute_top_logprobs(prompt, sequence)
                 choices.append(self.make_choice(len(choices), sequence, top))
-        del self.session  # it keeps the reply for retries: no cycle holds its turns
+        del self.session, self.backend  # a session keeps replies for retries: no cycle
         return self.make_response(choices)
 
     async def _sample(
