@@ -421,7 +421,7 @@ class TextReply(SamplingReply):
         }
         if self.body.logprobs is not None:
             tokens, logprobs = [*sequence.tokens], [*(sequence.logprobs or ())]
-            rows: list[TopRow] = [*(top or [None] * len(tokens))]
+            rows: list[TopRow] = list(top) if top else [None] * len(tokens)
             if self.is_scored:
                 tokens, logprobs = prompt + tokens, [*(response.prompt_logprobs or ()), *logprobs]
                 rows = [*(response.topk_prompt_logprobs or [None] * len(prompt)), *rows]

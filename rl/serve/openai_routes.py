@@ -165,9 +165,10 @@ class OpenAIRoutes:
         async def run() -> ReplyResult:
             reply = reply_type(body, session or AgentSession(owner), self.backend)
             await reply.prepare()
-            if live is not None:
-                live.writer = make_writer(reply)
-            return reply, await reply.run(live and live.make_callback)
+            if live is None:
+                return reply, await reply.run(None)
+            live.writer = make_writer(reply)
+            return reply, await reply.run(live.make_callback)
 
         work = asyncio.ensure_future(
             run() if session is None else session.run_once(key, is_retry, run)
