@@ -117,23 +117,22 @@ class ChatConsole:
         rounds = [all_indices] if isinstance(display, ColumnDisplay) else [[i] for i in all_indices]
         try:
             for indices in rounds:
-                running = list(indices)
-                while running:
-                    for i in list(running):
-                        if not self._advance(self.sessions[i], turns[i], i, display, interrupted):
-                            running.remove(i)
+                while indices:
+                    indices = [
+                        i for i in indices if self._advance(i, turns[i], display, interrupted)
+                    ]
         finally:
             display.close()
 
     def _advance(
         self,
-        session: ChatSession,
-        turn: ChatTurn,
         index: int,
+        turn: ChatTurn,
         display: LineDisplay | ColumnDisplay,
         interrupted: threading.Event,
     ) -> bool:
         """Sample and show more of an answer. Return whether it goes on."""
+        session = self.sessions[index]
         try:
             if interrupted.is_set():
                 session.stop_turn(turn)

@@ -10,9 +10,10 @@ import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from rl.envs import Environment, EpisodeLimits, grade_answer, last_user_text
@@ -147,7 +148,8 @@ def _fill_in(word: str, fillers: Mapping[str, str]) -> str:
 class ProgramEnv(Env):
     """Step through the episode of a program.
 
-    Each request of the program is an observation. The episode ends when the program ends.
+    Each request of the program is an observation. The episode ends when the program ends. The
+    rollout waits for a step by calling its `result()`.
     """
 
     def __init__(self, group: ProgramGroup, member: int, endpoint: LiveEndpoint):
@@ -161,7 +163,7 @@ class ProgramEnv(Env):
         self.last_request: ActionRequest | None = None
         self._is_closed = False
 
-    def initial_observation(self) -> _DeferredStep:
+    def initial_observation(self) -> SimpleNamespace:
         """Start the program; the result is its first request. Raises EpisodeFailed without any."""
         self.folder = tempfile.mkdtemp(prefix="whetstone-row-")
         row = Path(self.folder) / "row.json"
@@ -171,16 +173,16 @@ class ProgramEnv(Env):
         )
         if self._is_closed:  # another thread discarded the episode meanwhile
             self.close()
-        return _DeferredStep(self._get_first_observation)
+        return SimpleNamespace(result=self._get_first_observation)
 
-    def step(self, action: SampledSequence) -> _DeferredStep:
+    def step(self, action: SampledSequence) -> SimpleNamespace:
         """Answer the request with an action; the result is the next request or the end."""
         request = self.last_request = self.request
         assert request is not None
         self.endpoint.server.call_soon(request.resolve, action)
-        return _DeferredStep(lambda: self._get_step_result(request, action))
+        return SimpleNamespace(result=lambda: self._get_step_result(request, action))
 
-    def on_context_overflow(self) -> _DeferredStep:
+    def on_context_overflow(self) -> SimpleNamespace:
         """Refuse all requests after one that does not fit the context; the result is the end of
         the episode.
         """
@@ -190,7 +192,7 @@ class ProgramEnv(Env):
             f"the prompt already has {len(self.request.prompt)} tokens"
         )
         self.endpoint.server.call_soon(self.episode.refuse, reason)
-        return _DeferredStep(lambda: self._finish(self._wait_for_exit()))
+        return SimpleNamespace(result=lambda: self._finish(self._wait_for_exit()))
 
     def close(self) -> None:
         """End the program and remove its files."""
@@ -318,10 +320,3 @@ class ProgramEnv(Env):
             if event.code < 0
             else f"ended with exit code {event.code}"
         ) + output_note
-
-
-class _DeferredStep:
-    """Wrap a function that waits for a result, in the form that the rollout accepts."""
-
-    def __init__(self, result: Callable[[], Any]):
-        self.result = result

@@ -150,10 +150,14 @@ class ProgramEpisode(AgentSession):
         self._answered_requests: dict[int, ActionRequest] = {}
         self._pending_requests: set[ActionRequest] = set()
 
-    async def renderer(self, backend: SamplingBackend, model: str | None) -> Renderer:
+    def choose_backend(self, backend: SamplingBackend) -> Any:
+        """Return the episode itself: the rollout samples for its program."""
+        return self
+
+    def renderer(self, model: str | None, owner: str) -> Renderer:
         return self._renderer
 
-    async def tokenizer(self, backend: SamplingBackend, model: str | None) -> Any:
+    def tokenizer(self, model: str | None, owner: str) -> Any:
         return self._renderer.tokenizer
 
     def build_prompt(
@@ -168,11 +172,12 @@ class ProgramEpisode(AgentSession):
 
     async def sample(
         self,
-        backend: SamplingBackend,
         model: str | None,
-        prompt: list[int],
-        n: int,
-        params: SamplingParams,
+        prompt_ids: list[int],
+        num_samples: int,
+        sampling_params: SamplingParams,
+        *,
+        owner: str,
         **options: Any,
     ) -> SampleResponse:
         options.pop("show", None)  # a rollout returns complete actions, so nothing can be streamed
@@ -180,8 +185,11 @@ class ProgramEpisode(AgentSession):
             raise HttpError(
                 400, "prompts are not scored in a training episode: omit echo or logprobs"
             )
-        self._replace_settings(params)
-        return SampleResponse([await self._request_action(prompt, params) for _ in range(n)])
+        self._replace_settings(sampling_params)
+        actions = [
+            await self._request_action(prompt_ids, sampling_params) for _ in range(num_samples)
+        ]
+        return SampleResponse(actions)
 
     async def _request_action(self, prompt: list[int], params: SamplingParams) -> SampledSequence:
         """Put a request into the queue of events and wait for the action. Raises

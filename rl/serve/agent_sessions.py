@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,8 +22,6 @@ from rl.rollout import Trajectory, Transition
 from rl.serve.http_errors import HttpError
 from rl.serve.scheduler import choose_evictions
 from rl.types import Message, ModelInput, SampledSequence, SampleResponse, SamplingParams
-
-_GREEDY_TOKEN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, stop=None)
 
 
 class SamplingBackend(Protocol):
@@ -82,63 +80,9 @@ class AgentSession:
     # whether responses may go through a second forward pass, for top-k logprobs
     allows_rescoring = True
 
-    async def renderer(self, backend: SamplingBackend, model: str | None) -> Renderer:
-        """Return the renderer of a model, which may have to be loaded."""
-        return await asyncio.to_thread(backend.renderer, model, self.owner)
-
-    async def tokenizer(self, backend: SamplingBackend, model: str | None) -> Any:
-        """Return the tokenizer of a model, which may have to be loaded; None if it has none."""
-        return await asyncio.to_thread(backend.tokenizer, model, self.owner)
-
-    async def sample(
-        self,
-        backend: SamplingBackend,
-        model: str | None,
-        prompt: list[int],
-        n: int,
-        params: SamplingParams,
-        **options: Any,
-    ) -> SampleResponse:
-        """Return n samples of a prompt. `options`: options of `SamplingBackend.sample`."""
-        return await backend.sample(model, prompt, n, params, owner=self.owner, **options)
-
-    async def compute_top_logprobs(
-        self,
-        backend: SamplingBackend,
-        model: str | None,
-        prompt: Sequence[int],
-        sequence: SampledSequence,
-        k: int,
-    ) -> list[list[tuple[int, float]]]:
-        """Return for each sampled token the k most likely (id, logprob) of the untruncated
-        distribution at its temperature, most likely first.
-
-        A second forward pass over the response gives logprobs p1 at temperature 1. Differences of
-        logits equal differences of p1, and at temperature T a token's logprob is its logit / T
-        minus a constant: p(j) = p(sampled) + (p1(j) - p1(sampled)) / T, with p(sampled) from
-        sampling.
-        """
-        assert sequence.logprobs is not None
-        response = await self.sample(
-            backend,
-            model,
-            [*prompt, *sequence.tokens[:-1]],
-            1,
-            _GREEDY_TOKEN_PARAMS,
-            include_prompt_logprobs=True,
-            topk_prompt_logprobs=k,
-            next_token=sequence.tokens[-1],  # not fed: the answer may end where the context does
-        )
-        assert response.prompt_logprobs is not None and response.topk_prompt_logprobs is not None
-        temperature = sequence.temperature or 1.0  # greedy samples have logprobs at temperature 1
-        result = []
-        for i, logprob in enumerate(sequence.logprobs, len(prompt)):
-            base, row = response.prompt_logprobs[i], response.topk_prompt_logprobs[i]
-            assert base is not None and row is not None
-            result.append(
-                [(token, min(0.0, logprob + (value - base) / temperature)) for token, value in row]
-            )
-        return result
+    def choose_backend(self, backend: SamplingBackend) -> Any:
+        """Return what samples for the session, here the server's `backend`."""
+        return backend
 
     # -------------------------------------------------------------------------------------- prompts
 
@@ -336,18 +280,16 @@ class AgentSessions:
             )
         session = self._by_name.setdefault((owner, name), AgentSession(owner))
         self._by_name.move_to_end((owner, name))
-        excess = len(self._by_name) - self.max_sessions
-        for key in choose_evictions({key: key[0] for key in self._by_name}, excess):
-            del self._by_name[key]
-        ids_by_owner: Counter[str] = Counter()
-        for (name_owner, _), other in self._by_name.items():
-            ids_by_owner[name_owner] += other.num_ids
-        while len(self._by_name) > 1 and ids_by_owner.total() > self.max_ids:
-            largest_owner = max(ids_by_owner, key=lambda name: ids_by_owner[name])
-            key = next(key for key in self._by_name if key[0] == largest_owner)
-            if self._by_name[key] is session:  # it continues
-                break
-            ids_by_owner[largest_owner] -= self._by_name.pop(key).num_ids
+        sessions = self._by_name
+        for limit, get_size in (
+            (self.max_sessions, lambda key: 1),
+            (self.max_ids, lambda key: sessions[key].num_ids),
+        ):
+            owners = {key: key[0] for key in sessions}
+            for key in choose_evictions(owners, sum(map(get_size, owners)) - limit, get_size):
+                if sessions[key] is session:  # it continues
+                    break
+                del sessions[key]
         if len(session.turns) >= self.max_turns:
             raise HttpError(
                 400,

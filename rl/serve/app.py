@@ -6,6 +6,7 @@ The routes of the two protocols are in other modules.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -16,7 +17,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,9 +27,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl.serve.api_routes import make_description_routes
-from rl.serve.http_connection import ReceiveFn, limit_body
 from rl.serve.http_errors import HttpError, SafeJSONResponse, make_error_response, report_error
 from rl.serve.scheduler import TenantCounter, check_share
 from rl.serve.serve_settings import LOCAL_OWNER, LOOPBACK_HOSTS, compute_owner_id
@@ -37,17 +38,16 @@ from rl.serve.tinker_rest import LINK_PREFIX, UrlSigner
 
 log = logging.getLogger("whetstone.serve")
 
-Scope = MutableMapping[str, Any]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 PAGE_PATH = "/"
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 KEYLESS_PATHS = ("/healthz", "/api/v1/healthz")  # served without a key
+# lowest accepted rate of a body, in bytes per second: each byte extends the timeout by its inverse
+_MIN_BYTES_PER_SECOND = 65_536
 # headers that browsers send, and that a page cannot remove
 _BROWSER_HEADERS = frozenset((b"origin", b"sec-fetch-site", b"accept-language"))
 
 
-def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigner) -> Any:
+def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigner) -> ASGIApp:
     """Return an ASGI application with `routes`, /healthz, /metrics, /openapi.json and /docs."""
 
     async def health(request: Request) -> Response:
@@ -81,7 +81,7 @@ class RequestGuard:
     log each request.
     """
 
-    def __init__(self, app: Any, engine: ServingEngine, links: UrlSigner):
+    def __init__(self, app: ASGIApp, engine: ServingEngine, links: UrlSigner):
         self.app = app
         self.engine = engine
         self.links = links
@@ -90,13 +90,13 @@ class RequestGuard:
         self._keys = [(key.encode(), compute_owner_id(key)) for key in engine.settings.keys]
         engine.metrics.set_gauge("open_requests", self._open_by_owner.total)
 
-    async def __call__(self, scope: Scope, receive: ReceiveFn, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         begin, response = time.perf_counter(), {"status": 0}
 
-        async def record_status(message: MutableMapping[str, Any]) -> None:
+        async def record_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 response["status"] = message["status"]
             await send(message)
@@ -210,6 +210,37 @@ class RequestGuard:
         log.info("request", extra=fields)
 
 
+def limit_body(receive: Receive, limit: int, seconds: float) -> Receive:
+    """Return a `receive` that limits size and duration of a body.
+
+    It raises HttpError (413) for a body of more than `limit` bytes, and HttpError (408) for a slow
+    body. The timeout is `seconds`, plus a second for every 64 KiB received.
+    """
+    length, complete, start = 0, False, time.monotonic()
+
+    async def next_message() -> Message:
+        nonlocal length, complete
+        if complete:
+            # waits for the client to disconnect, while the response is computed
+            return await receive()
+        remaining = start + seconds + length / _MIN_BYTES_PER_SECOND - time.monotonic()
+        try:
+            message = await asyncio.wait_for(receive(), max(remaining, 0.001))
+        except TimeoutError:
+            raise HttpError(
+                408,
+                f"received only {length} bytes of the body in {time.monotonic() - start:.0f} s: "
+                "send it faster",
+            ) from None
+        length += len(message.get("body", b""))
+        complete = message["type"] != "http.request" or not message.get("more_body", False)
+        if length > limit:
+            raise HttpError(413, f"a body may have at most {limit} bytes: send less at once")
+        return message
+
+    return next_message
+
+
 def redact_path(path: str) -> str:
     """Return a path for the log, without the signature of a link, which is as secret as a key."""
     if not path.startswith(LINK_PREFIX):
@@ -256,7 +287,7 @@ class JsonLineFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-def is_page_request(scope: MutableMapping[str, Any]) -> bool:
+def is_page_request(scope: Scope) -> bool:
     """Return whether a browser requests the page: `accept` names HTML, and not JSON."""
     accept = dict(scope["headers"]).get(b"accept", b"").lower()
     return (
@@ -272,7 +303,7 @@ class ChatPage(Response):
 
     media_type = "text/html"
 
-    async def __call__(self, scope: Scope, receive: ReceiveFn, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not is_page_request(scope):
             raise HTTPException(404)
         await super().__call__(scope, receive, send)

@@ -1,166 +1,48 @@
-"""Build the responses of the OpenAI-style routes, and write them as server-sent events during
-sampling.
-
-The certain part of a text is sent at once, the rest when the response is complete.
-"""
+"""Sample the replies of the OpenAI-style routes, and build their responses."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal, NotRequired, Protocol
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
-from typing_extensions import TypedDict
-
-from rl.renderers import Renderer, parse_partial_answer, prompt_opens_thoughts
-from rl.serve.openai_schemas import ChatBody
+from rl.renderers import parse_partial_answer, prompt_opens_thoughts, trim_uncertain_end
+from rl.serve.agent_sessions import AgentSession, SampledTurn, SamplingBackend
+from rl.serve.http_errors import HttpError, MissingTokenizerError
+from rl.serve.openai_schemas import (
+    AssistantMessage,
+    ChatBody,
+    ChatChoice,
+    ChatMessage,
+    ChatResponse,
+    CompletionBody,
+    ContentLogprobs,
+    GenerateBody,
+    ResponseHead,
+    TextChoice,
+    TextLogprobs,
+    TextResponse,
+    TokenChoice,
+    TokenCounts,
+    TokenLogprob,
+    TokenResponse,
+    TopLogprob,
+    to_messages,
+)
+from rl.serve.schemas import read_body
 from rl.types import Message, SampledSequence, SampleResponse, SamplingParams
 
+_GREEDY_TOKEN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, stop=None)
+
+TopRow = Sequence[tuple[int, float]] | None  # (id, logprob) of a position, most likely first
 # for each sampled token: (id, logprob), most likely first
 TopLogprobs = Sequence[Sequence[tuple[int, float]]]
-
-
-class TopLogprob(TypedDict):
-    """Hold a token with its logprob."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    """Hold a sampled token with the likely tokens at its position."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ContentLogprobs(TypedDict):
-    """Hold the logprobs of a choice."""
-
-    content: list[TokenLogprob]
-    refusal: NotRequired[None]
-
-
-class AssistantMessage(TypedDict):
-    """Hold the message of a choice, or the part of it that an event adds."""
-
-    role: NotRequired[str]
-    content: NotRequired[str | None]
-    refusal: NotRequired[None]
-    reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[list[dict[str, Any]]]
-
-
-class ChatChoice(TypedDict):
-    """Hold a choice of a chat completion."""
-
-    index: int
-    message: AssistantMessage
-    finish_reason: str
-    logprobs: ContentLogprobs | None
-    token_ids: NotRequired[list[int]]
-
-
-class PromptTokenCounts(TypedDict):
-    """Hold the number of prompt tokens whose keys and values were in the cache."""
-
-    cached_tokens: int
-
-
-class TokenCounts(TypedDict):
-    """Hold the token counts of a response."""
-
-    prompt_tokens: int
-    prompt_tokens_details: PromptTokenCounts
-    completion_tokens: int
-    total_tokens: int
-
-
-class ResponseHead(TypedDict):
-    """Hold the fields that a response and each of its events begin with."""
-
-    id: str
-    created: int
-    model: str
-
-
-class ChatResponse(ResponseHead):
-    """Hold a chat completion."""
-
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    usage: TokenCounts
-    system_fingerprint: str
-    prompt_token_ids: NotRequired[list[int]]
-
-
-class ChatEventChoice(TypedDict):
-    """Hold what an event adds to a choice."""
-
-    index: int
-    delta: AssistantMessage
-    finish_reason: str | None
-    logprobs: ContentLogprobs | None
-    token_ids: NotRequired[list[int]]
-
-
-class ChatEvent(ResponseHead):
-    """Hold an event of a stream; the last one may hold the token counts."""
-
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatEventChoice]
-    usage: NotRequired[TokenCounts]
-    prompt_token_ids: NotRequired[list[int]]
-
-
-class TextLogprobs(TypedDict):
-    """Hold the logprobs of a choice, with an entry for each token."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
-class TextChoice(TypedDict):
-    """Hold a choice of a completion. An event holds the next part of its text."""
-
-    index: int
-    text: str
-    finish_reason: str | None
-    logprobs: TextLogprobs | None
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
-
-
-class TextResponse(ResponseHead):
-    """Hold a completion, or an event of its stream."""
-
-    object: Literal["text_completion"]
-    choices: list[TextChoice]
-    usage: NotRequired[TokenCounts]
-
-
-class TokenChoice(TypedDict):
-    """Hold the token ids of a sample."""
-
-    index: int
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: ContentLogprobs | None
-
-
-class TokenResponse(TypedDict):
-    """Hold the samples of a prompt of token ids."""
-
-    request_id: str
-    choices: list[TokenChoice]
-    prompt_token_ids: list[int]
+PartialSamples = Mapping[int, SampledSequence]  # the samples so far, by the index of the choice
+ProgressCallback = Callable[[PartialSamples], None]
 
 
 def make_id(kind: str) -> str:
@@ -211,34 +93,162 @@ def make_content_logprobs(
     return {"content": entries}
 
 
-@dataclass(frozen=True)
-class ChatContext:
-    """Hold a chat request, its prompt and its renderer, and build the parts of its response."""
+class SamplingReply:
+    """Answer a request with samples: the base class of the replies of all routes that sample.
 
-    request: ChatBody
-    renderer: Renderer  # with the tools of the request
-    prompt: list[int]
+    A subclass reads the request, makes a choice of each sample, and makes the response.
+    """
 
-    @cached_property
-    def params(self) -> SamplingParams:
-        """Return the sampling parameters. Raises HttpError."""
-        stops = self.renderer.get_stop_sequences()
-        return self.request.make_params(self.request.max_new_tokens, stops)
+    prompts: list[list[int]]  # token ids
+    n: int  # samples of each prompt
+    params: SamplingParams
+    num_likely = 0  # likely tokens to return at each sampled position
+    shows_samples = True  # False: only the prompts are scored
+    responses: list[SampleResponse]  # to the prompts
 
-    @cached_property
-    def reader(self) -> Renderer:
-        """Return the renderer that parses samples, without the stop texts of the request."""
-        stops = get_request_stop_texts(self.params, self.renderer.get_stop_sequences())
-        return self.renderer.with_stops(stops) if stops else self.renderer
+    def __init__(self, body: Any, session: AgentSession, backend: SamplingBackend):
+        self.body, self.session = body, session
+        self.backend = session.choose_backend(backend)
+        self.options: dict[str, Any] = {}  # of `SamplingBackend.sample`
 
-    @cached_property
-    def head(self) -> ResponseHead:
-        """Return the fields that the response and each of its events begin with."""
-        return make_response_head("chatcmpl", self.request.model)
+    async def prepare(self) -> None:
+        """Read the request: set `prompts`, `n`, `params` and what the response needs.
 
-    @cached_property
-    def _opens_thoughts(self) -> bool:
-        return prompt_opens_thoughts(self.renderer, self.prompt)
+        Raises HttpError if a field has a wrong value or is not supported.
+        """
+        raise NotImplementedError
+
+    def make_choice(self, index: int, sequence: SampledSequence, top: TopLogprobs | None) -> Any:
+        """Return the choice of a sample, and record its turn in the session.
+
+        `top`: the likely tokens at each sampled position.
+        """
+        raise NotImplementedError
+
+    def make_response(self, choices: list[Any]) -> Any:
+        """Return the full response."""
+        raise NotImplementedError
+
+    async def run(self, make_callback: Callable[[int], ProgressCallback] | None) -> Any:
+        """Sample and return the full response. The prompts share a batch if the engine forms it.
+
+        Sample j of prompt p is the choice with index p * n + j. `make_callback(index)`: returns
+        what is called with the samples so far of a prompt, whose first choice has that index.
+        """
+        pending = []
+        for p, prompt in enumerate(self.prompts):
+            options = dict(self.options)
+            if make_callback is not None and self.shows_samples:
+                options["show"] = make_callback(p * self.n)
+            pending.append(self._sample(prompt, self.n, self.params, **options))
+        self.responses = await _gather_or_cancel(pending)
+        choices: list[Any] = []
+        top = None
+        for prompt, response in zip(self.prompts, self.responses, strict=True):
+            for sequence in response.sequences:
+                if self.num_likely:
+                    top = await self._compute_top_logprobs(prompt, sequence)
+                choices.append(self.make_choice(len(choices), sequence, top))
+        del self.session, self.backend  # a session keeps replies for retries: no cycle
+        return self.make_response(choices)
+
+    async def _sample(
+        self, prompt: list[int], n: int, params: SamplingParams, **options: Any
+    ) -> SampleResponse:
+        owner = self.session.owner
+        return await self.backend.sample(self.body.model, prompt, n, params, owner=owner, **options)
+
+    async def _compute_top_logprobs(
+        self, prompt: list[int], sequence: SampledSequence
+    ) -> list[list[tuple[int, float]]]:
+        """Return for each sampled token the `num_likely` most likely (id, logprob) of the
+        untruncated distribution at its temperature, most likely first.
+
+        A second forward pass over the response gives logprobs p1 at temperature 1. Differences of
+        logits equal differences of p1, and at temperature T a token's logprob is its logit / T
+        minus a constant: p(j) = p(sampled) + (p1(j) - p1(sampled)) / T, with p(sampled) from
+        sampling.
+        """
+        assert sequence.logprobs is not None
+        response = await self._sample(
+            [*prompt, *sequence.tokens[:-1]],
+            1,
+            _GREEDY_TOKEN_PARAMS,
+            include_prompt_logprobs=True,
+            topk_prompt_logprobs=self.num_likely,
+            next_token=sequence.tokens[-1],  # not fed: the answer may end where the context does
+        )
+        assert response.prompt_logprobs is not None and response.topk_prompt_logprobs is not None
+        temperature = sequence.temperature or 1.0  # greedy samples have logprobs at temperature 1
+        result = []
+        for i, logprob in enumerate(sequence.logprobs, len(prompt)):
+            base, row = response.prompt_logprobs[i], response.topk_prompt_logprobs[i]
+            assert base is not None and row is not None
+            result.append(
+                [(token, min(0.0, logprob + (value - base) / temperature)) for token, value in row]
+            )
+        return result
+
+    async def _load_tokenizer(self) -> Any:
+        """Return the tokenizer of the model, which may have to be loaded; None if it has none."""
+        return await asyncio.to_thread(self.backend.tokenizer, self.body.model, self.session.owner)
+
+    def _record_text(self, prompt: list[int], sequence: SampledSequence, text: str) -> None:
+        """Record a turn whose prompt is not a chat."""
+        answer = {"role": "assistant", "content": text}
+        is_complete = sequence.stop_reason == "stop"
+        self.session.record_turn(SampledTurn(prompt, sequence, answer, is_complete))
+
+    def _count_usage(self) -> TokenCounts:
+        """Return the token counts of the response."""
+        prompt_tokens = sum(map(len, self.prompts))
+        sequences = [sequence for response in self.responses for sequence in response.sequences]
+        sampled_tokens = sum(len(sequence.tokens) for sequence in sequences)
+        completion_tokens = sampled_tokens if self.shows_samples else 0
+        cached_tokens = sum(response.prompt_cache_hit_tokens for response in self.responses)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        }
+
+
+class ChatReply(SamplingReply):
+    """Answer a chat completion request, and record its turns in the session."""
+
+    body: ChatBody
+
+    async def prepare(self) -> None:
+        body = self.body
+        self.messages, self.tools = to_messages(body.messages), body.prompt_tools
+        if body.top_logprobs and not self.session.allows_rescoring:
+            raise HttpError(
+                400,
+                "top_logprobs is not supported in a training episode: only logprobs of the sampled "
+                "tokens are",
+                "top_logprobs",
+            )
+        self.n, self.num_likely = body.n, body.top_logprobs
+        load = self.backend.renderer
+        renderer = await asyncio.to_thread(load, body.model, self.session.owner)
+        with report_as_field_error("chat_template_kwargs", "chat_template_kwargs: "):
+            renderer = renderer.with_settings(body.chat_template_kwargs)
+        with report_as_field_error("tools"):
+            self.renderer = renderer.with_tools(self.tools)
+        with report_as_field_error("messages"):
+            # a megabyte takes more than a second
+            self.prompt = await asyncio.to_thread(
+                self.session.build_prompt, self.renderer, self.messages, self.tools
+            )
+        self.prompts, stops = [self.prompt], self.renderer.get_stop_sequences()
+        self.params = body.make_params(body.max_new_tokens, stops)
+        # parses samples, without the stop texts of the request
+        self.reader = self.renderer
+        if request_stops := get_request_stop_texts(self.params, stops):
+            self.reader = self.renderer.with_stops(request_stops)
+        self.head = make_response_head("chatcmpl", body.model)
+        self._opens_thoughts = prompt_opens_thoughts(self.renderer, self.prompt)
 
     def parse(self, tokens: Sequence[int], ended: bool) -> Message:
         """Return the message of a sample, or the certain part of it unless `ended`."""
@@ -248,14 +258,14 @@ class ChatContext:
         self, sequence: SampledSequence, top: TopLogprobs | None = None
     ) -> ContentLogprobs:
         """Return the logprobs of a choice."""
-        as_ids = self.request.tokens_as_ids
+        as_ids = self.body.tokens_as_ids
         logprobs = make_content_logprobs(self.renderer.tokenizer, sequence, as_ids, top)
         return {**logprobs, "refusal": None}
 
     def make_choice(
         self, index: int, sequence: SampledSequence, top: TopLogprobs | None
     ) -> ChatChoice:
-        """Return a choice of the response. Each tool call gets an id."""
+        """Return a choice of the response, and record its turn. Each tool call gets an id."""
         message = self.parse(sequence.tokens, ended=True)
         calls = message.get("tool_calls") or ()
         reply: AssistantMessage = {
@@ -275,25 +285,220 @@ class ChatContext:
             "index": index,
             "message": reply,
             "finish_reason": "length" if is_cut else "tool_calls" if calls else "stop",
-            "logprobs": self.make_logprobs(sequence, top) if self.request.logprobs else None,
+            "logprobs": self.make_logprobs(sequence, top) if self.body.logprobs else None,
         }
-        if self.request.return_token_ids:
+        if self.body.return_token_ids:
             choice["token_ids"] = list(sequence.tokens)
+        answer, is_complete = self.reader.parse_response(sequence.tokens)
+        turn = SampledTurn(self.prompt, sequence, answer, is_complete, self.messages, self.tools)
+        self.session.record_turn(turn, *to_messages([read_body(ChatMessage, reply)]))
         return choice
 
-    def make_response(self, choices: list[ChatChoice], sampled: SampleResponse) -> ChatResponse:
-        """Return the full response."""
-        versions = sorted({str(sequence.version) for sequence in sampled.sequences})
+    def make_response(self, choices: list[ChatChoice]) -> ChatResponse:
+        versions = sorted({str(sequence.version) for sequence in self.responses[0].sequences})
         response: ChatResponse = {
             **self.head,
             "object": "chat.completion",
             "choices": choices,
-            "usage": count_usage([self.prompt], [sampled], sampled.sequences),
+            "usage": self._count_usage(),
             "system_fingerprint": f"weights-{'-'.join(versions)}",
         }
-        if self.request.return_token_ids:
+        if self.body.return_token_ids:
             response["prompt_token_ids"] = list(self.prompt)
         return response
+
+
+class TextReply(SamplingReply):
+    """Answer a completion request: choice p * n + j is sample j of prompt p."""
+
+    body: CompletionBody
+
+    async def prepare(self) -> None:
+        body = self.body
+        if body.logprobs and not self.session.allows_rescoring:
+            raise HttpError(
+                400,
+                "logprobs above 0 are not supported in a training episode: 0 returns those of the "
+                "sampled tokens",
+                "logprobs",
+            )
+        self.tokenizer = await self._load_tokenizer()
+        if self.tokenizer is None:
+            raise MissingTokenizerError(body.model)
+        self.n, self.params = body.n, body.make_params(body.max_tokens or 1)
+        self.stops = get_request_stop_texts(self.params)
+        # tokenizing a megabyte takes more than a second
+        self.prompts = await asyncio.to_thread(self._tokenize_prompts)
+        self.shows_samples = bool(body.max_tokens)
+        if self.shows_samples:
+            self.num_likely = body.logprobs or 0
+        self.is_scored = body.echo and body.logprobs is not None  # whether the prompts are scored
+        if self.is_scored:
+            self.options |= {"include_prompt_logprobs": True, "topk_prompt_logprobs": body.logprobs}
+        self.head = make_response_head("cmpl", body.model)
+
+    def _tokenize_prompts(self) -> list[list[int]]:
+        """Return the token ids of each prompt. Raises HttpError."""
+        prompts: list[list[int]] = []
+        for i, item in enumerate(self.body.prompt):
+            ids = item
+            if isinstance(item, str):
+                with report_as_field_error(f"prompt[{i}]"):
+                    add = self.body.add_special_tokens
+                    ids = self.tokenizer.encode(item, add_special_tokens=add)
+            if not ids:
+                text = "has no tokens, and the model has no token to begin with"
+                raise HttpError(400, f"prompt[{i}] {text}", f"prompt[{i}]")
+            prompts.append([int(token) for token in ids])
+        return prompts
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the exact text of tokens, including special tokens."""
+        return decode_exactly(self.tokenizer, tokens)
+
+    def decode_certain(self, index: int, tokens: Sequence[int]) -> str:
+        """Return the certain part of the text of a choice, from its tokens so far."""
+        return self._make_echo(index) + trim_uncertain_end(self.decode(tokens), self.stops)
+
+    def _make_echo(self, index: int) -> str:
+        """Return the text before the sample of a choice: its prompt if `echo`, else ""."""
+        prompt = self.body.prompt[index // self.n]
+        if not self.body.echo:
+            return ""
+        return prompt if isinstance(prompt, str) else self.decode(prompt)
+
+    def _decode_sample(self, sequence: SampledSequence) -> str:
+        """Return the sampled text, without the end token or stop text."""
+        text = self.decode(sequence.tokens)
+        cuts = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        if cuts:
+            return text[: min(cuts)]
+        return self.decode(sequence.tokens[:-1]) if sequence.stop_reason == "stop" else text
+
+    def _make_logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[float | None], rows: Sequence[TopRow]
+    ) -> TextLogprobs:
+        """Return OpenAI's logprobs: four lists with an entry for each token.
+
+        Each entry of top_logprobs includes the sampled token, where harnesses look for it.
+        """
+
+        def format_id(token: int) -> str:
+            return format_token(self.tokenizer, token, self.body.tokens_as_ids)
+
+        texts = [format_id(token) for token in tokens]
+        values = [None if logprob is None else clamp_logprob(logprob) for logprob in logprobs]
+        tops: list[dict[str, float] | None] = []
+        for text, value, row in zip(texts, values, rows, strict=True):
+            top: dict[str, float] = {}
+            for token, logprob in row or ():
+                top.setdefault(format_id(token), clamp_logprob(logprob))
+            if value is not None:
+                top.setdefault(text, value)
+            tops.append(None if value is None else top)
+        return {
+            "tokens": texts,
+            "token_logprobs": values,
+            "top_logprobs": tops if self.body.logprobs else None,
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
+        }
+
+    def make_choice(
+        self, index: int, sequence: SampledSequence, top: TopLogprobs | None
+    ) -> TextChoice:
+        p = index // self.n
+        prompt, response = self.prompts[p], self.responses[p]
+        if self.shows_samples:
+            text = self._decode_sample(sequence)
+            self._record_text(prompt, sequence, text)
+        else:  # the prompt is scored, the sampled token is dropped
+            sequence, text = SampledSequence([], [], "length"), ""
+        choice: TextChoice = {
+            "index": index,
+            "text": self._make_echo(index) + text,
+            "logprobs": None,
+            "finish_reason": sequence.stop_reason,
+        }
+        if self.body.logprobs is not None:
+            tokens, logprobs = [*sequence.tokens], [*(sequence.logprobs or ())]
+            rows: list[TopRow] = list(top) if top else [None] * len(tokens)
+            if self.is_scored:
+                tokens, logprobs = prompt + tokens, [*(response.prompt_logprobs or ()), *logprobs]
+                rows = [*(response.topk_prompt_logprobs or [None] * len(prompt)), *rows]
+            choice["logprobs"] = self._make_logprobs(tokens, logprobs, rows)
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(sequence.tokens)
+            choice["prompt_token_ids"] = prompt
+        return choice
+
+    def make_response(self, choices: list[TextChoice]) -> TextResponse:
+        usage = self._count_usage()
+        return {**self.head, "object": "text_completion", "choices": choices, "usage": usage}
+
+
+class TokenReply(SamplingReply):
+    """Answer a prompt of token ids with a choice for each sample.
+
+    The stop token is the last id of a choice. Tokens in `logprobs` are written `token_id:<id>`.
+    """
+
+    body: GenerateBody
+
+    async def prepare(self) -> None:
+        fields = self.body.sampling_params
+        self.n = fields.n
+        self.params = fields.make_params(fields.max_tokens, prefix="sampling_params.")
+        self.prompts, self.tokenizer = [self.body.token_ids], await self._load_tokenizer()
+
+    def make_choice(
+        self, index: int, sequence: SampledSequence, top: TopLogprobs | None
+    ) -> TokenChoice:
+        tokens, tokenizer = list(sequence.tokens), self.tokenizer
+        text = "" if tokenizer is None else str(tokenizer.decode(tokens))
+        self._record_text(self.body.token_ids, sequence, text)
+        logprobs = None
+        if self.body.sampling_params.logprobs is not None:
+            logprobs = make_content_logprobs(tokenizer, sequence, as_ids=True)
+        return {
+            "index": index,
+            "token_ids": tokens,
+            "finish_reason": sequence.stop_reason,
+            "logprobs": logprobs,
+        }
+
+    def make_response(self, choices: list[TokenChoice]) -> TokenResponse:
+        prompt = self.body.token_ids
+        return {"request_id": make_id("gen"), "choices": choices, "prompt_token_ids": prompt}
+
+
+@contextlib.contextmanager
+def report_as_field_error(param: str, prefix: str = "") -> Iterator[None]:
+    """Raise HttpError for a ValueError of a field, and for a text that the tokenizer cannot encode.
+
+    The tokenizers library raises a bare Exception for an unknown word.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise HttpError(400, f"{prefix}{error}", param) from error
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        text = f"{param} contains text that the model's tokenizer cannot encode ({error})"
+        raise HttpError(400, text[:300], param) from error
+
+
+async def _gather_or_cancel(
+    coroutines: Sequence[Coroutine[Any, Any, SampleResponse]],
+) -> list[SampleResponse]:
+    """Return the results of all coroutines. If any fails, cancel the others and raise its error."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise
 
 
 def get_request_stop_texts(
@@ -304,226 +509,6 @@ def get_request_stop_texts(
     return [item for item in params.stop or () if isinstance(item, str) and item not in excluded]
 
 
-def count_usage(
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[SampleResponse],
-    sequences: Sequence[SampledSequence],
-) -> TokenCounts:
-    """Return the token counts of the responses to prompts. `sequences`: the samples shown."""
-    prompt_tokens = sum(map(len, prompts))
-    cached_tokens = sum(response.prompt_cache_hit_tokens for response in responses)
-    completion_tokens = sum(len(sequence.tokens) for sequence in sequences)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
-
-
 def make_response_head(kind: str, model: str | None) -> ResponseHead:
     """Return the fields that a response and each of its events begin with."""
     return {"id": make_id(kind), "created": int(time.time()), "model": model or "default"}
-
-
-Event = ChatEvent | TextResponse
-PartialSamples = Mapping[int, SampledSequence]  # the samples so far, by the index of the choice
-
-
-class EventWriter(Protocol):
-    """Write the events of a response to a connection. Together the events are the full response."""
-
-    def write_partial(self, samples: PartialSamples) -> Iterator[Event]:
-        """Yield the events of the samples so far."""
-        ...
-
-    def write_rest(self, response: Any) -> Iterator[Event]:
-        """Yield the remaining events of the full response."""
-        ...
-
-
-class LiveSamples:
-    """Pass samples from the sampling thread to the event loop of a stream.
-
-    The event loop waits for `updated`, and passes the result of `take_new()` to `writer` once it is
-    set.
-    """
-
-    def __init__(self) -> None:
-        self.updated = asyncio.Event()
-        self.writer: EventWriter | None = None
-        self._loop = asyncio.get_running_loop()
-        self._new_samples: dict[int, SampledSequence] = {}
-
-    def make_callback(self, first: int = 0) -> Callable[[PartialSamples], None]:
-        """Return a callback that any thread may call with the samples so far.
-
-        `first`: index of the choice of sample 0.
-        """
-
-        def deliver(samples: PartialSamples) -> None:
-            self._loop.call_soon_threadsafe(
-                self._add, {first + i: sequence for i, sequence in samples.items()}
-            )
-
-        return deliver
-
-    def _add(self, samples: PartialSamples) -> None:
-        self._new_samples |= samples
-        self.updated.set()
-
-    def take_new(self) -> PartialSamples:
-        """Return the samples since the last call, and clear `updated`."""
-        self.updated.clear()
-        samples, self._new_samples = self._new_samples, {}
-        return samples
-
-
-class ChatEventWriter:
-    """Write the events of a chat completion.
-
-    Logprobs and ids are sent with their tokens; texts, and tool calls in parts, when they are
-    certain.
-    """
-
-    def __init__(self, context: ChatContext):
-        self.context, self.request = context, context.request
-        self.sent_texts: dict[int, dict[str, str]] = {}  # sent texts by field, by choice
-        # the sent part of the arguments of each tool call, by choice
-        self.sent_calls: dict[int, list[str]] = defaultdict(list)
-        self.sent_tokens: Counter[int] = Counter()  # number of sent tokens, by choice
-
-    def write_partial(self, samples: PartialSamples) -> Iterator[Event]:
-        for index, sequence in sorted(samples.items()):
-            yield from self._start_choice(index)
-            deltas = self._make_deltas(index, self.context.parse(sequence.tokens, ended=False))
-            fields = {} if self.request.top_logprobs else self._make_token_fields(index, sequence)
-            if deltas or fields:
-                yield from self._make_events(index, deltas, fields)
-
-    def write_rest(self, response: ChatResponse) -> Iterator[Event]:
-        for choice in response["choices"]:
-            index, message = choice["index"], choice["message"]
-            yield from self._start_choice(index)
-            deltas, begin = self._make_deltas(index, message), self.sent_tokens[index]
-            fields: dict[str, Any] = {}
-            if "token_ids" in choice:
-                fields["token_ids"] = choice["token_ids"][begin:]
-            if choice["logprobs"] is not None:
-                content = choice["logprobs"]["content"][begin:]
-                fields["logprobs"] = {**choice["logprobs"], "content": content}
-            yield from self._make_events(index, deltas, fields)
-            yield self._make_event(index, {}, finish_reason=choice["finish_reason"])
-        if self.request.stream_options.include_usage:
-            event = self._make_event(None)
-            event["usage"] = response["usage"]
-            yield event
-
-    def _start_choice(self, index: int) -> Iterator[Event]:
-        """Yield the first event of a choice, unless it was sent. The very first has the prompt."""
-        if index not in self.sent_texts:
-            event = self._make_event(index, {"role": "assistant", "content": ""})
-            if self.request.return_token_ids and not self.sent_texts:
-                event["prompt_token_ids"] = list(self.context.prompt)
-            self.sent_texts[index] = {}
-            yield event
-
-    def _make_deltas(self, index: int, message: Mapping[str, Any]) -> list[AssistantMessage]:
-        """Return the deltas of the message since the last call.
-
-        A text that differs from its sent part (see `parse_partial_answer`) is sent in full after
-        that part.
-        """
-        deltas: list[Any] = []
-        sent = self.sent_texts[index]
-        for name in ("reasoning_content", "content"):
-            text, already_sent = message.get(name) or "", sent.get(name, "")
-            if not already_sent.startswith(text):
-                deltas.append({name: text.removeprefix(already_sent)})
-                sent[name] = text
-        sent_arguments = self.sent_calls[index]
-        for i, call in enumerate(message.get("tool_calls") or ()):
-            arguments = call["function"]["arguments"]
-            if i == len(sent_arguments):  # the first delta has the name and an id, like OpenAI's
-                sent_arguments.append("")
-                first = {
-                    "id": call.get("id") or make_id("call"),
-                    "type": "function",
-                    "function": {**call["function"], "arguments": ""},
-                }
-                deltas.append({"tool_calls": [{"index": i, **first}]})
-            if len(arguments) > len(sent_arguments[i]):
-                rest = {"arguments": arguments.removeprefix(sent_arguments[i])}
-                deltas.append({"tool_calls": [{"index": i, "function": rest}]})
-                sent_arguments[i] = arguments
-        return deltas
-
-    def _make_token_fields(self, index: int, sequence: SampledSequence) -> dict[str, Any]:
-        """Return the requested logprobs and ids of the tokens since the last call."""
-        begin, self.sent_tokens[index] = self.sent_tokens[index], len(sequence.tokens)
-        if begin == len(sequence.tokens):
-            return {}
-        assert sequence.logprobs is not None
-        new = SampledSequence(sequence.tokens[begin:], sequence.logprobs[begin:])
-        fields: dict[str, Any] = {"token_ids": new.tokens} if self.request.return_token_ids else {}
-        if self.request.logprobs:
-            fields["logprobs"] = self.context.make_logprobs(new)
-        return fields
-
-    def _make_events(
-        self, index: int, deltas: Sequence[AssistantMessage], fields: Mapping[str, Any]
-    ) -> Iterator[ChatEvent]:
-        """Yield an event for each delta, or one without text. The first has the fields too."""
-        first, *others = deltas or [{"content": ""}]
-        yield self._make_event(index, first, **fields)
-        for delta in others:
-            yield self._make_event(index, delta)
-
-    def _make_event(
-        self, index: int | None, delta: AssistantMessage | None = None, **more: Any
-    ) -> ChatEvent:
-        """Return an event with a delta of a choice, or without choices; `more` overrides fields of
-        the choice.
-        """
-        choices: list[ChatEventChoice] = []
-        if index is not None:
-            choice: Any = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            choices = [choice | more]
-        return {**self.context.head, "object": "chat.completion.chunk", "choices": choices}
-
-
-@dataclass
-class TextEventWriter:
-    """Write the events of a completion; logprobs come with the end of a choice.
-
-    `decode_certain(index of the choice, tokens)` returns the certain part of the text.
-    """
-
-    head: ResponseHead
-    decode_certain: Callable[[int, Sequence[int]], str]
-    include_usage: bool
-    sent_texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
-
-    def write_partial(self, samples: PartialSamples) -> Iterator[Event]:
-        for index, sequence in sorted(samples.items()):
-            yield from self._write_new_text(index, self.decode_certain(index, sequence.tokens))
-
-    def write_rest(self, response: TextResponse) -> Iterator[Event]:
-        for choice in response["choices"]:
-            yield from self._write_new_text(choice["index"], choice["text"])
-            yield self._make_event({**choice, "text": ""})
-        if self.include_usage:
-            event = self._make_event()
-            event["usage"] = response["usage"]
-            yield event
-
-    def _write_new_text(self, index: int, text: str) -> Iterator[Event]:
-        """Yield an event with the unsent part of `text`, if any."""
-        new_text, self.sent_texts[index] = text.removeprefix(self.sent_texts[index]), text
-        if new_text:
-            yield self._make_event(
-                {"index": index, "text": new_text, "logprobs": None, "finish_reason": None}
-            )
-
-    def _make_event(self, *choices: TextChoice) -> TextResponse:
-        return {**self.head, "object": "text_completion", "choices": [*choices]}

@@ -1,59 +1,50 @@
 """Serve the OpenAI-style routes: chats, completions, token ids, models and sessions.
 
 /v1/completions continues texts or token ids, and scores prompts with `echo` and `logprobs`, as
-evaluation harnesses do.
+evaluation harnesses do. A stream of server-sent events has the certain part of a text at once, and
+the rest when the response is complete.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from rl.renderers import trim_uncertain_end
-from rl.serve.agent_sessions import AgentSession, AgentSessions, SampledTurn, SamplingBackend
+from rl.serve.agent_sessions import AgentSession, AgentSessions, SamplingBackend
 from rl.serve.api_routes import RouteHandler, TypedRoute
-from rl.serve.http_errors import HttpError, MissingTokenizerError, SafeJSONResponse, report_error
+from rl.serve.http_errors import HttpError, SafeJSONResponse, report_error
 from rl.serve.openai_responses import (
-    ChatContext,
-    ChatEvent,
-    ChatEventWriter,
-    ChatResponse,
-    EventWriter,
-    LiveSamples,
-    TextChoice,
-    TextEventWriter,
-    TextLogprobs,
-    TextResponse,
-    TokenChoice,
-    TokenResponse,
-    clamp_logprob,
-    count_usage,
-    decode_exactly,
-    format_token,
-    get_request_stop_texts,
-    make_content_logprobs,
+    ChatReply,
+    PartialSamples,
+    ProgressCallback,
+    SamplingReply,
+    TextReply,
+    TokenReply,
     make_id,
-    make_response_head,
 )
 from rl.serve.openai_schemas import (
+    AssistantMessage,
     ChatBody,
-    ChatMessage,
+    ChatChoice,
+    ChatEvent,
+    ChatResponse,
     CompletionBody,
     GenerateBody,
     RewardBody,
-    to_messages,
+    TextChoice,
+    TextResponse,
+    TokenResponse,
 )
 from rl.serve.request_store import compute_digest
 from rl.serve.schemas import parse_json_body, read_body
-from rl.types import SampledSequence, SampleResponse, SamplingParams
+from rl.types import SampledSequence
 
 SESSION_HEADER = "x-session-id"
 SESSION_PATH = "/session/{session}"
@@ -62,11 +53,8 @@ _PREFIXES, _REWARD_PATHS = ("", SESSION_PATH), ("/reward", "/v1/reward")
 _END_OF_STREAM = b"data: [DONE]\n\n"
 _MAX_NAME_LENGTH = 100  # of a metric
 
-TopRow = Sequence[tuple[int, float]] | None  # (id, logprob) of a position, most likely first
-# the full response, and for a stream a function that creates the writer of its events
-HandlerResult = tuple[Any, Callable[[], EventWriter] | None]
-# (the request's body, its session, for a stream the samples so far)
-Handler = Callable[[Any, AgentSession, LiveSamples | None], Coroutine[Any, Any, HandlerResult]]
+ReplyResult = tuple[SamplingReply, Any]  # the reply, and its full response
+Event = dict[str, Any]  # in the form of ChatEvent or TextResponse
 
 
 def make_openai_routes(
@@ -99,15 +87,9 @@ class OpenAIRoutes:
             *(("GET", prefix + "/v1/models/{model:path}", self.get_model) for prefix in _PREFIXES),
         ]
         return [
-            *make("/v1/chat/completions", self.handle_chat, ChatBody, ChatResponse, ChatEvent),
-            *make(
-                "/v1/completions",
-                self.handle_completions,
-                CompletionBody,
-                TextResponse,
-                TextResponse,
-            ),
-            *make("/inference/v1/generate", self.generate, GenerateBody, TokenResponse),
+            *make("/v1/chat/completions", ChatReply, ChatBody, ChatResponse, ChatEvent),
+            *make("/v1/completions", TextReply, CompletionBody, TextResponse, TextResponse),
+            *make("/inference/v1/generate", TokenReply, GenerateBody, TokenResponse),
             *(TypedRoute(path, handler, method) for method, path, handler in table),
         ]
 
@@ -151,25 +133,26 @@ class OpenAIRoutes:
     # ------------------------------------------------------------------------------------- sampling
 
     def _make_sampling_routes(
-        self, path: str, handler: Handler, body_type: Any, *response_types: type
+        self, path: str, reply_type: type[SamplingReply], body_type: Any, *response_types: type
     ) -> list[TypedRoute]:
         """Return a POST route that samples, with and without a session in its path.
 
-        handler           see `Handler`
-        response_types    the types of the response and of an event of its stream
+        `response_types`: the types of the response and of an event of its stream.
         """
 
         async def endpoint(request: Request) -> Any:
-            return await self._run_handler(request, handler, body_type)
+            return await self._reply(request, reply_type, body_type)
 
-        endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
+        endpoint.__name__, endpoint.__doc__ = reply_type.__name__, reply_type.__doc__
         return [
             TypedRoute(prefix + path, endpoint, "POST", body_type, response_types)
             for prefix in _PREFIXES
         ]
 
-    async def _run_handler(self, request: Request, handler: Handler, body_type: Any) -> Any:
-        """Run a handler and return its result, or a response."""
+    async def _reply(
+        self, request: Request, reply_type: type[SamplingReply], body_type: Any
+    ) -> Any:
+        """Sample the reply to a request, and return the full response or a stream."""
         raw, owner = await request.body(), get_request_owner(request)
         fields = parse_json_body(raw)
         name = request.path_params.get("session") or request.headers.get(SESSION_HEADER)
@@ -178,7 +161,15 @@ class OpenAIRoutes:
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         key = compute_digest(request.url.path.encode("utf-8", "backslashreplace"), raw)
         live = LiveSamples() if body.stream else None
-        run = partial(handler, body, session or AgentSession(owner), live)
+
+        async def run() -> ReplyResult:
+            reply = reply_type(body, session or AgentSession(owner), self.backend)
+            await reply.prepare()
+            if live is None:
+                return reply, await reply.run(None)
+            live.writer = make_writer(reply)
+            return reply, await reply.run(live.make_callback)
+
         work = asyncio.ensure_future(
             run() if session is None else session.run_once(key, is_retry, run)
         )
@@ -195,261 +186,7 @@ class OpenAIRoutes:
             if await request.is_disconnected():
                 handle_disconnect()
                 return Response(status_code=499)
-        return work.result()[0]
-
-    async def handle_chat(
-        self, body: ChatBody, session: AgentSession, live: LiveSamples | None
-    ) -> HandlerResult:
-        """Sample a chat completion and record its turns in the session. Raises HttpError."""
-        messages, tools = to_messages(body.messages), body.prompt_tools
-        if body.top_logprobs and not session.allows_rescoring:
-            raise HttpError(
-                400,
-                "top_logprobs is not supported in a training episode: only logprobs of the sampled "
-                "tokens are",
-                "top_logprobs",
-            )
-        renderer = await session.renderer(self.backend, body.model)
-        with report_as_field_error("chat_template_kwargs", "chat_template_kwargs: "):
-            renderer = renderer.with_settings(body.chat_template_kwargs)
-        with report_as_field_error("tools"):
-            with_tools = renderer.with_tools(tools)
-        with report_as_field_error("messages"):
-            # a megabyte takes more than a second
-            prompt = await asyncio.to_thread(session.build_prompt, with_tools, messages, tools)
-        context = ChatContext(body, with_tools, prompt)
-        make_writer, options = partial(ChatEventWriter, context), {}
-        if live is not None:
-            live.writer, options = make_writer(), {"show": live.make_callback()}
-        response = await session.sample(
-            self.backend, body.model, prompt, body.n, context.params, **options
-        )
-        choices, top = [], None
-        for index, sequence in enumerate(response.sequences):
-            if body.top_logprobs:
-                top = await session.compute_top_logprobs(
-                    self.backend, body.model, prompt, sequence, body.top_logprobs
-                )
-            choices.append(context.make_choice(index, sequence, top))
-            message, is_complete = context.reader.parse_response(sequence.tokens)
-            turn = SampledTurn(prompt, sequence, message, is_complete, messages, tools)
-            returned_message = read_body(ChatMessage, choices[-1]["message"])
-            session.record_turn(turn, *to_messages([returned_message]))
-        return context.make_response(choices, response), make_writer
-
-    async def handle_completions(
-        self, body: CompletionBody, session: AgentSession, live: LiveSamples | None
-    ) -> HandlerResult:
-        """Sample n completions of each prompt, in a common batch if the engine forms it.
-
-        Sample j of prompt p is the choice with index p * n + j.
-        """
-        k, n = body.logprobs, body.n
-        if k and not session.allows_rescoring:
-            raise HttpError(
-                400,
-                "logprobs above 0 are not supported in a training episode: 0 returns those of the "
-                "sampled tokens",
-                "logprobs",
-            )
-        tokenizer = await session.tokenizer(self.backend, body.model)
-        if tokenizer is None:
-            raise MissingTokenizerError(body.model)
-        request = _Completion(body, tokenizer)
-        params = request.params
-        # tokenizing a megabyte takes more than a second
-        prompts = await asyncio.to_thread(request.tokenize_prompts)
-        options: dict[str, Any] = {}
-        if request.is_scored:
-            options = {"include_prompt_logprobs": True, "topk_prompt_logprobs": k}
-        head, usage = make_response_head("cmpl", body.model), body.stream_options.include_usage
-        make_writer = partial(TextEventWriter, head, request.decode_certain, usage)
-        pending = []
-        for p, prompt in enumerate(prompts):
-            if live is not None and body.max_tokens:
-                options["show"] = live.make_callback(p * n)
-            pending.append(session.sample(self.backend, body.model, prompt, n, params, **options))
-        if live is not None:
-            live.writer = make_writer()
-        responses = await _gather_or_cancel(pending)
-        choices: list[TextChoice] = []
-        sampled: list[SampledSequence] = []
-        for prompt, response in zip(prompts, responses, strict=True):
-            for sequence in response.sequences:
-                text = request.decode_sample(sequence)
-                top: Sequence[TopRow] = [None] * len(sequence.tokens)
-                if not body.max_tokens:  # the prompt is scored, the sampled token is dropped
-                    sequence, text, top = SampledSequence([], [], "length"), "", []
-                else:
-                    if k:
-                        top = await session.compute_top_logprobs(
-                            self.backend, body.model, prompt, sequence, k
-                        )
-                    session.record_turn(_make_turn(prompt, sequence, text))
-                sampled.append(sequence)
-                index = len(choices)
-                choices.append(request.make_choice(index, prompt, response, sequence, text, top))
-        result: TextResponse = {
-            **head,
-            "object": "text_completion",
-            "choices": choices,
-            "usage": count_usage(prompts, responses, sampled),
-        }
-        return result, make_writer
-
-    async def generate(
-        self, body: GenerateBody, session: AgentSession, live: LiveSamples | None
-    ) -> HandlerResult:
-        """Sample completions of a prompt of token ids, and return a choice for each sample.
-
-        The stop token is the last id of a choice. Tokens in `logprobs` are written `token_id:<id>`.
-        Raises HttpError if a field has a wrong value or is not supported.
-        """
-        fields, prompt = body.sampling_params, body.token_ids
-        params = fields.make_params(fields.max_tokens, prefix="sampling_params.")
-        response = await session.sample(self.backend, body.model, prompt, fields.n, params)
-        tokenizer = await session.tokenizer(self.backend, body.model)
-        choices: list[TokenChoice] = []
-        for index, sequence in enumerate(response.sequences):
-            text = str(tokenizer.decode(list(sequence.tokens))) if tokenizer is not None else ""
-            session.record_turn(_make_turn(prompt, sequence, text))
-            choice: TokenChoice = {
-                "index": index,
-                "token_ids": list(sequence.tokens),
-                "finish_reason": sequence.stop_reason,
-                "logprobs": None,
-            }
-            if fields.logprobs is not None:
-                choice["logprobs"] = make_content_logprobs(tokenizer, sequence, as_ids=True)
-            choices.append(choice)
-        result: TokenResponse = {
-            "request_id": make_id("gen"),
-            "choices": choices,
-            "prompt_token_ids": prompt,
-        }
-        return result, None
-
-
-def _make_turn(prompt: list[int], sequence: SampledSequence, text: str) -> SampledTurn:
-    """Return a turn whose prompt is not a chat."""
-    answer = {"role": "assistant", "content": text}
-    return SampledTurn(prompt, sequence, answer, sequence.stop_reason == "stop")
-
-
-@dataclass(frozen=True)
-class _Completion:
-    """Hold a completion request, and build the parts of its response."""
-
-    body: CompletionBody
-    tokenizer: Any
-
-    @cached_property
-    def params(self) -> SamplingParams:
-        """Return the sampling parameters. Raises HttpError."""
-        return self.body.make_params(self.body.max_tokens or 1)
-
-    def tokenize_prompts(self) -> list[list[int]]:
-        """Return the token ids of each prompt. Raises HttpError."""
-        prompts: list[list[int]] = []
-        for i, item in enumerate(self.body.prompt):
-            ids = item
-            if isinstance(item, str):
-                with report_as_field_error(f"prompt[{i}]"):
-                    add = self.body.add_special_tokens
-                    ids = self.tokenizer.encode(item, add_special_tokens=add)
-            if not ids:
-                text = "has no tokens, and the model has no token to begin with"
-                raise HttpError(400, f"prompt[{i}] {text}", f"prompt[{i}]")
-            prompts.append([int(token) for token in ids])
-        return prompts
-
-    @property
-    def is_scored(self) -> bool:
-        """Return whether the prompts are scored."""
-        return self.body.echo and self.body.logprobs is not None
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the exact text of tokens, including special tokens."""
-        return decode_exactly(self.tokenizer, tokens)
-
-    def decode_certain(self, index: int, tokens: Sequence[int]) -> str:
-        """Return the certain part of the text of a choice, from its tokens so far."""
-        stops = get_request_stop_texts(self.params)
-        return self.make_echo(index // self.body.n) + trim_uncertain_end(self.decode(tokens), stops)
-
-    def make_echo(self, p: int) -> str:
-        """Return the text before a response to prompt p: the prompt if `echo`, else ""."""
-        prompt = self.body.prompt[p]
-        if not self.body.echo:
-            return ""
-        return prompt if isinstance(prompt, str) else self.decode(prompt)
-
-    def decode_sample(self, sequence: SampledSequence) -> str:
-        """Return the sampled text, without the end token or stop text."""
-        text, stops = self.decode(sequence.tokens), get_request_stop_texts(self.params)
-        cuts = [place for stop in stops if (place := text.find(stop)) >= 0]
-        if cuts:
-            return text[: min(cuts)]
-        return self.decode(sequence.tokens[:-1]) if sequence.stop_reason == "stop" else text
-
-    def make_logprobs(
-        self, tokens: Sequence[int], logprobs: Sequence[float | None], rows: Sequence[TopRow]
-    ) -> TextLogprobs:
-        """Return OpenAI's logprobs: four lists with an entry for each token.
-
-        Each entry of top_logprobs includes the sampled token, where harnesses look for it.
-        """
-
-        def format_id(token: int) -> str:
-            return format_token(self.tokenizer, token, self.body.tokens_as_ids)
-
-        texts = [format_id(token) for token in tokens]
-        values = [None if logprob is None else clamp_logprob(logprob) for logprob in logprobs]
-        tops: list[dict[str, float] | None] = []
-        for text, value, row in zip(texts, values, rows, strict=True):
-            top: dict[str, float] = {}
-            for token, logprob in row or ():
-                top.setdefault(format_id(token), clamp_logprob(logprob))
-            if value is not None:
-                top.setdefault(text, value)
-            tops.append(None if value is None else top)
-        return {
-            "tokens": texts,
-            "token_logprobs": values,
-            "top_logprobs": tops if self.body.logprobs else None,
-            "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
-        }
-
-    def make_choice(
-        self,
-        index: int,
-        prompt: list[int],
-        response: SampleResponse,
-        sequence: SampledSequence,
-        text: str,
-        top: Sequence[TopRow],
-    ) -> TextChoice:
-        """Return a choice of the response.
-
-        text    the sampled text
-        top     the likely tokens at each sampled position
-        """
-        choice: TextChoice = {
-            "index": index,
-            "text": self.make_echo(index // self.body.n) + text,
-            "logprobs": None,
-            "finish_reason": sequence.stop_reason,
-        }
-        if self.body.logprobs is not None:
-            tokens, logprobs, rows = [*sequence.tokens], [*(sequence.logprobs or ())], [*top]
-            if self.is_scored:
-                tokens, logprobs = prompt + tokens, [*(response.prompt_logprobs or ()), *logprobs]
-                rows = [*(response.topk_prompt_logprobs or [None] * len(prompt)), *rows]
-            choice["logprobs"] = self.make_logprobs(tokens, logprobs, rows)
-        if self.body.return_token_ids:
-            choice["token_ids"] = list(sequence.tokens)
-            choice["prompt_token_ids"] = prompt
-        return choice
+        return work.result()[1]
 
 
 def _make_model_entry(model: Any) -> dict[str, Any]:
@@ -473,8 +210,213 @@ def get_request_owner(request: Request) -> str:
     return str(getattr(request.state, "owner", "") or "")
 
 
+class LiveSamples:
+    """Pass samples from the sampling thread to the event loop of a stream.
+
+    The event loop waits for `updated`, and passes the result of `take_new()` to `writer` once it is
+    set.
+    """
+
+    def __init__(self) -> None:
+        self.updated = asyncio.Event()
+        self.writer: EventWriter | None = None
+        self._loop = asyncio.get_running_loop()
+        self._new_samples: dict[int, SampledSequence] = {}
+
+    def make_callback(self, first: int) -> ProgressCallback:
+        """Return a callback that any thread may call with the samples so far.
+
+        `first`: index of the choice of sample 0.
+        """
+
+        def deliver(samples: PartialSamples) -> None:
+            self._loop.call_soon_threadsafe(
+                self._add, {first + i: sequence for i, sequence in samples.items()}
+            )
+
+        return deliver
+
+    def _add(self, samples: PartialSamples) -> None:
+        self._new_samples |= samples
+        self.updated.set()
+
+    def take_new(self) -> PartialSamples:
+        """Return the samples since the last call, and clear `updated`."""
+        self.updated.clear()
+        samples, self._new_samples = self._new_samples, {}
+        return samples
+
+
+class EventWriter:
+    """Write the events of a response to a connection. Together the events are the full response.
+
+    A subclass writes the events of a choice.
+    """
+
+    kind: str  # "object" of the events
+
+    def __init__(self, reply: Any):
+        self.reply, self.body = reply, reply.body
+
+    def write_partial(self, samples: PartialSamples) -> Iterator[Event]:
+        """Yield the events of the samples so far."""
+        for index, sequence in sorted(samples.items()):
+            yield from self.write_sample(index, sequence)
+
+    def write_rest(self, response: Any) -> Iterator[Event]:
+        """Yield the remaining events of the full response."""
+        for choice in response["choices"]:
+            yield from self.write_choice(choice)
+        if self.body.stream_options.include_usage:
+            yield {**self.make_event(), "usage": response["usage"]}
+
+    def write_sample(self, index: int, sequence: SampledSequence) -> Iterator[Event]:
+        """Yield the events of what is certain of the sample of a choice."""
+        raise NotImplementedError
+
+    def write_choice(self, choice: Any) -> Iterator[Event]:
+        """Yield the remaining events of a choice."""
+        raise NotImplementedError
+
+    def make_event(self, *choices: Any) -> Event:
+        """Return an event."""
+        return {**self.reply.head, "object": self.kind, "choices": [*choices]}
+
+
+class ChatEventWriter(EventWriter):
+    """Write the events of a chat completion.
+
+    Logprobs and ids are sent with their tokens; texts, and tool calls in parts, when they are
+    certain.
+    """
+
+    kind = "chat.completion.chunk"
+
+    def __init__(self, reply: Any):
+        super().__init__(reply)
+        self.sent_texts: dict[int, dict[str, str]] = {}  # sent texts by field, by choice
+        # the sent part of the arguments of each tool call, by choice
+        self.sent_calls: dict[int, list[str]] = defaultdict(list)
+        self.sent_tokens: Counter[int] = Counter()  # number of sent tokens, by choice
+
+    def write_sample(self, index: int, sequence: SampledSequence) -> Iterator[Event]:
+        yield from self._start_choice(index)
+        deltas = self._make_deltas(index, self.reply.parse(sequence.tokens, ended=False))
+        fields = {} if self.body.top_logprobs else self._make_token_fields(index, sequence)
+        if deltas or fields:
+            yield from self._make_delta_events(index, deltas, fields)
+
+    def write_choice(self, choice: ChatChoice) -> Iterator[Event]:
+        index = choice["index"]
+        yield from self._start_choice(index)
+        deltas = self._make_deltas(index, choice["message"])
+        begin, fields = self.sent_tokens[index], dict[str, Any]()
+        if "token_ids" in choice:
+            fields["token_ids"] = choice["token_ids"][begin:]
+        if choice["logprobs"] is not None:
+            content = choice["logprobs"]["content"][begin:]
+            fields["logprobs"] = {**choice["logprobs"], "content": content}
+        yield from self._make_delta_events(index, deltas, fields)
+        yield self._make_delta_event(index, {}, finish_reason=choice["finish_reason"])
+
+    def _start_choice(self, index: int) -> Iterator[Event]:
+        """Yield the first event of a choice, unless it was sent. The very first has the prompt."""
+        if index not in self.sent_texts:
+            event = self._make_delta_event(index, {"role": "assistant", "content": ""})
+            if self.body.return_token_ids and not self.sent_texts:
+                event["prompt_token_ids"] = list(self.reply.prompt)
+            self.sent_texts[index] = {}
+            yield event
+
+    def _make_deltas(self, index: int, message: Mapping[str, Any]) -> list[AssistantMessage]:
+        """Return the deltas of the message since the last call.
+
+        A text that differs from its sent part (see `parse_partial_answer`) is sent in full after
+        that part.
+        """
+        deltas: list[Any] = []
+        sent = self.sent_texts[index]
+        for name in ("reasoning_content", "content"):
+            text, already_sent = message.get(name) or "", sent.get(name, "")
+            if not already_sent.startswith(text):
+                deltas.append({name: text.removeprefix(already_sent)})
+                sent[name] = text
+        sent_arguments = self.sent_calls[index]
+        for i, call in enumerate(message.get("tool_calls") or ()):
+            arguments = call["function"]["arguments"]
+            if i == len(sent_arguments):  # the first delta has the name and an id, like OpenAI's
+                sent_arguments.append("")
+                first = {
+                    "id": call.get("id") or make_id("call"),
+                    "type": "function",
+                    "function": {**call["function"], "arguments": ""},
+                }
+                deltas.append({"tool_calls": [{"index": i, **first}]})
+            if len(arguments) > len(sent_arguments[i]):
+                rest = {"arguments": arguments.removeprefix(sent_arguments[i])}
+                deltas.append({"tool_calls": [{"index": i, "function": rest}]})
+                sent_arguments[i] = arguments
+        return deltas
+
+    def _make_token_fields(self, index: int, sequence: SampledSequence) -> dict[str, Any]:
+        """Return the requested logprobs and ids of the tokens since the last call."""
+        begin, self.sent_tokens[index] = self.sent_tokens[index], len(sequence.tokens)
+        if begin == len(sequence.tokens):
+            return {}
+        assert sequence.logprobs is not None
+        new = SampledSequence(sequence.tokens[begin:], sequence.logprobs[begin:])
+        fields: dict[str, Any] = {"token_ids": new.tokens} if self.body.return_token_ids else {}
+        if self.body.logprobs:
+            fields["logprobs"] = self.reply.make_logprobs(new)
+        return fields
+
+    def _make_delta_events(
+        self, index: int, deltas: Sequence[AssistantMessage], fields: Mapping[str, Any]
+    ) -> Iterator[Event]:
+        """Yield an event for each delta, or one without text. The first has the fields too."""
+        first, *others = deltas or [{"content": ""}]
+        yield self._make_delta_event(index, first, **fields)
+        for delta in others:
+            yield self._make_delta_event(index, delta)
+
+    def _make_delta_event(self, index: int, delta: AssistantMessage, **more: Any) -> Event:
+        """Return an event with a delta of a choice; `more` overrides fields of the choice."""
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self.make_event(choice | more)
+
+
+class TextEventWriter(EventWriter):
+    """Write the events of a completion; logprobs come with the end of a choice."""
+
+    kind = "text_completion"
+
+    def __init__(self, reply: Any):
+        super().__init__(reply)
+        self.sent_texts: dict[int, str] = defaultdict(str)  # by choice
+
+    def write_sample(self, index: int, sequence: SampledSequence) -> Iterator[Event]:
+        yield from self._write_new_text(index, self.reply.decode_certain(index, sequence.tokens))
+
+    def write_choice(self, choice: TextChoice) -> Iterator[Event]:
+        yield from self._write_new_text(choice["index"], choice["text"])
+        yield self.make_event({**choice, "text": ""})
+
+    def _write_new_text(self, index: int, text: str) -> Iterator[Event]:
+        """Yield an event with the unsent part of `text`, if any."""
+        new_text, self.sent_texts[index] = text.removeprefix(self.sent_texts[index]), text
+        if new_text:
+            yield self.make_event(
+                {"index": index, "text": new_text, "logprobs": None, "finish_reason": None}
+            )
+
+
+def make_writer(reply: SamplingReply) -> EventWriter:
+    """Return a new writer of the events of a reply."""
+    return ChatEventWriter(reply) if isinstance(reply, ChatReply) else TextEventWriter(reply)
+
+
 async def _stream_response(
-    work: asyncio.Future[HandlerResult],
+    work: asyncio.Future[ReplyResult],
     live: LiveSamples,
     handle_disconnect: Callable[[], None],
 ) -> Response:
@@ -497,10 +439,9 @@ async def _stream_response(
                 if live.writer is not None:
                     for event in live.writer.write_partial(live.take_new()):
                         yield _format_event(event)
-            full_answer, make_writer = work.result()
-            assert make_writer is not None
+            reply, response = work.result()
             # for a retry, `live` of the first request has the writer
-            for event in (live.writer or make_writer()).write_rest(full_answer):
+            for event in (live.writer or make_writer(reply)).write_rest(response):
                 yield _format_event(event)
             yield _END_OF_STREAM
             is_sent = True
@@ -529,33 +470,3 @@ async def _wait_for_progress(live: LiveSamples, seconds: float) -> bool:
 def _format_event(value: Any) -> bytes:
     """Return a server-sent event with `value` as JSON."""
     return b"data: " + SafeJSONResponse.render(value) + b"\n\n"
-
-
-@contextlib.contextmanager
-def report_as_field_error(param: str, prefix: str = "") -> Iterator[None]:
-    """Raise HttpError for a ValueError of a field, and for a text that the tokenizer cannot encode.
-
-    The tokenizers library raises a bare Exception for an unknown word.
-    """
-    try:
-        yield
-    except ValueError as error:
-        raise HttpError(400, f"{prefix}{error}", param) from error
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        text = f"{param} contains text that the model's tokenizer cannot encode ({error})"
-        raise HttpError(400, text[:300], param) from error
-
-
-async def _gather_or_cancel(
-    coroutines: Sequence[Coroutine[Any, Any, SampleResponse]],
-) -> list[SampleResponse]:
-    """Return the results of all coroutines. If any fails, cancel the others and raise its error."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise

@@ -1,4 +1,4 @@
-"""Define the JSON bodies of the OpenAI-style routes.
+"""Define the JSON bodies of the OpenAI-style routes, and the types of their responses.
 
 A field is supported, accepted only at the values that have no effect (`NEUTRAL_VALUES`), ignored as
 a label (`IGNORED_FIELDS`), or refused by name. Null means that a field is absent. A description
@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NotRequired, Self
 
 from pydantic import (
     BeforeValidator,
@@ -22,6 +22,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from typing_extensions import TypedDict
 
 from rl.config import nearest_name
 from rl.renderers import format_broken_call
@@ -621,3 +622,144 @@ class ChatBody(TextBody):
         if self.tool_choice == "none":
             return []
         return [{"type": "function", "function": tool.function} for tool in self.tools]
+
+
+# --------------------------------------------------------------------------------------- responses
+
+
+class TopLogprob(TypedDict):
+    """Hold a token with its logprob."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """Hold a sampled token with the likely tokens at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ContentLogprobs(TypedDict):
+    """Hold the logprobs of a choice."""
+
+    content: list[TokenLogprob]
+    refusal: NotRequired[None]
+
+
+class AssistantMessage(TypedDict):
+    """Hold the message of a choice, or the part of it that an event adds."""
+
+    role: NotRequired[str]
+    content: NotRequired[str | None]
+    refusal: NotRequired[None]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+
+
+class ChatChoice(TypedDict):
+    """Hold a choice of a chat completion."""
+
+    index: int
+    message: AssistantMessage
+    finish_reason: str
+    logprobs: ContentLogprobs | None
+    token_ids: NotRequired[list[int]]
+
+
+class PromptTokenCounts(TypedDict):
+    """Hold the number of prompt tokens whose keys and values were in the cache."""
+
+    cached_tokens: int
+
+
+class TokenCounts(TypedDict):
+    """Hold the token counts of a response."""
+
+    prompt_tokens: int
+    prompt_tokens_details: PromptTokenCounts
+    completion_tokens: int
+    total_tokens: int
+
+
+class ResponseHead(TypedDict):
+    """Hold the fields that a response and each of its events begin with."""
+
+    id: str
+    created: int
+    model: str
+
+
+class ChatResponse(ResponseHead):
+    """Hold a chat completion."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: TokenCounts
+    system_fingerprint: str
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ChatEventChoice(TypedDict):
+    """Hold what an event adds to a choice."""
+
+    index: int
+    delta: AssistantMessage
+    finish_reason: str | None
+    logprobs: ContentLogprobs | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatEvent(ResponseHead):
+    """Hold an event of a stream; the last one may hold the token counts."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatEventChoice]
+    usage: NotRequired[TokenCounts]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class TextLogprobs(TypedDict):
+    """Hold the logprobs of a choice, with an entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class TextChoice(TypedDict):
+    """Hold a choice of a completion. An event holds the next part of its text."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: TextLogprobs | None
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class TextResponse(ResponseHead):
+    """Hold a completion, or an event of its stream."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: NotRequired[TokenCounts]
+
+
+class TokenChoice(TypedDict):
+    """Hold the token ids of a sample."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: ContentLogprobs | None
+
+
+class TokenResponse(TypedDict):
+    """Hold the samples of a prompt of token ids."""
+
+    request_id: str
+    choices: list[TokenChoice]
+    prompt_token_ids: list[int]

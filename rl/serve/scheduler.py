@@ -68,22 +68,28 @@ def check_share(
         raise HttpError(429, text, retry_after=retry_after)
 
 
-def choose_evictions(tenant_by_item: Mapping[T, str], count: int) -> list[T]:
-    """Return `count` items to evict: repeatedly the oldest item of the tenant that holds most.
+def choose_evictions(
+    tenant_by_item: Mapping[T, str], excess: int, get_size: Callable[[T], int] = lambda item: 1
+) -> list[T]:
+    """Return items to evict: repeatedly the oldest item of the tenant that holds most, until their
+    sizes are at least `excess`.
 
     tenant_by_item    the tenant of each item, the oldest item first
     """
     remaining = dict(tenant_by_item)
     chosen: list[T] = []
-    while len(chosen) < count and remaining:
-        counts = Counter(remaining.values())
-        most = max(counts.values())
-        chosen.append(next(item for item, tenant in remaining.items() if counts[tenant] == most))
+    while excess > 0 and remaining:
+        held: Counter[str] = Counter()
+        for item, tenant in remaining.items():
+            held[tenant] += get_size(item)
+        most = max(held.values())
+        chosen.append(next(item for item, tenant in remaining.items() if held[tenant] == most))
         del remaining[chosen[-1]]
+        excess -= get_size(chosen[-1])
     return chosen
 
 
-WorkFn = Callable[[], Generator[None, None, Any]]
+VerbSteps = Generator[None, None, Any]
 
 
 @dataclass(eq=False)
@@ -93,9 +99,9 @@ class EngineJob:
     tenant: str  # whose turn and share of the queue the job takes
     lane: str
     verb: str
-    work: WorkFn
+    work: Callable[[], VerbSteps]
     done: Future = field(default_factory=Future)
-    generator: Generator[None, None, Any] | None = None
+    generator: VerbSteps | None = None
 
 
 @dataclass(eq=False)
@@ -111,9 +117,9 @@ class SamplingJob:
     done: Future = field(default_factory=Future)
     prompt_tokens: int = 0  # set when the prompt has been read
     sampling_client: Any = None  # the result of `get_client()`, set when it has been called
-    # receives the tokens sampled so far; called on the sampling thread
+    # called on the sampling thread every few tokens with the samples so far, by index
     on_progress: Callable[[dict[int, Any]], None] | None = None
-    sequence_ids: Sequence[str] = ()  # promised before sampling
+    sequence_ids: Sequence[str] = ()  # of the samples, if promised before sampling
 
     @property
     def num_samples(self) -> int:
@@ -135,15 +141,9 @@ class FairQueue:
         self.changed = threading.Condition()
         self._lanes_by_tenant: OrderedDict[str, OrderedDict[str, deque[EngineJob]]] = OrderedDict()
         self._samples: OrderedDict[str, deque[SamplingJob]] = OrderedDict()  # by tenant
-        self._length = 0
 
     def __len__(self) -> int:
-        return self._length
-
-    def _count(self, job: EngineJob | SamplingJob, amount: int) -> None:
-        """Add `amount` to the counts of a job. The caller holds `changed`."""
-        self._length += amount
-        self._tenant_counts.change(job.tenant, amount)
+        return self._tenant_counts.total()
 
     def check_capacity(self, tenant: str, *, in_order: bool = False) -> None:
         """Raise HttpError (429) if the queue is full, or if the tenant's share of it is.
@@ -171,7 +171,7 @@ class FairQueue:
         with self.changed:
             lanes = self._lanes_by_tenant.setdefault(job.tenant, OrderedDict())
             lanes.setdefault(job.lane, deque()).append(job)
-            self._count(job, 1)
+            self._tenant_counts.change(job.tenant, 1)
             self.changed.notify()
 
     def add_sample(self, job: SamplingJob) -> None:
@@ -179,7 +179,7 @@ class FairQueue:
         self.check_capacity(job.tenant)
         with self.changed:
             self._samples.setdefault(job.tenant, deque()).append(job)
-            self._count(job, 1)
+            self._tenant_counts.change(job.tenant, 1)
             self.changed.notify()
 
     def add_early(self, tenant: str, amount: int) -> None:
@@ -191,7 +191,7 @@ class FairQueue:
         """Remove cancelled samples. The caller holds `changed`."""
         for tenant, jobs in list(self._samples.items()):
             for job in [job for job in jobs if job.done.cancelled()]:
-                self._count(job, -1)
+                self._tenant_counts.change(job.tenant, -1)
                 jobs.remove(job)
             if not jobs:
                 del self._samples[tenant]
@@ -216,7 +216,7 @@ class FairQueue:
                 taken.append(jobs.popleft())
                 if jobs:
                     self._samples[tenant] = jobs  # at the end of the order
-                self._count(taken[-1], -1)
+                self._tenant_counts.change(tenant, -1)
                 room -= taken[-1].num_samples
 
     def has_only_samples(self) -> bool:
@@ -245,7 +245,7 @@ class FairQueue:
         with self.changed:
             lanes = self._lanes_by_tenant[job.tenant]
             lanes[job.lane].remove(job)
-            self._count(job, -1)
+            self._tenant_counts.change(job.tenant, -1)
             if not lanes[job.lane]:
                 del lanes[job.lane]
             if not lanes:

@@ -5,21 +5,25 @@ Models are in memory or written to disk. The work runs on the thread of `Serving
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import shutil
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rl.client import SamplingClient, TrainingClient, drop_gradients, forward_backward_microbatches
 from rl.distributed import checkpoint_folder
 from rl.errors import BadRequestError, UserError
-from rl.serve.http_errors import HttpError, ShutdownError
+from rl.renderers import Renderer, get_renderer
+from rl.serve.http_errors import HttpError, MissingTokenizerError, ShutdownError
 from rl.serve.request_store import PendingRequest, RequestStore
-from rl.serve.scheduler import EngineJob
+from rl.serve.scheduler import EngineJob, SamplingJob, VerbSteps
 from rl.serve.schemas import (
     LoadWeightsBody,
     OptimStepBody,
@@ -27,8 +31,8 @@ from rl.serve.schemas import (
     SaveWeightsExternalBody,
     SaveWeightsForSamplerBody,
 )
-from rl.serve.serve_settings import ServedBaseModel
-from rl.serve.serving_engine import ServingEngine, log_write_failure
+from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel
+from rl.serve.serving_engine import ServingEngine, check_base_model, log_write_failure
 from rl.serve.session_store import (
     LIVE_FOLDER,
     ModelRecord,
@@ -38,9 +42,8 @@ from rl.serve.session_store import (
     choose_oldest,
     format_path,
 )
-from rl.types import AdamParams, Datum
+from rl.types import AdamParams, Datum, ModelInput, SampleResponse, SamplingParams
 
-VerbSteps = Generator[None, None, Any]
 SAMPLER_KIND = "sampler_weights"
 # snapshots of weights saved for samplers that stay in memory, so that the next sampler need not
 # read them
@@ -48,8 +51,17 @@ _MAX_SNAPSHOTS = 8
 _GAP_SECONDS = 10.0  # wait for a sequence number that an earlier server may have used
 
 
+@dataclass(frozen=True)
+class ServedModel:
+    """Hold an entry of `/v1/models` and of Tinker's capabilities."""
+
+    name: str
+    max_context: int | None
+    created: int
+
+
 class ModelManager:
-    """Execute verbs on models.
+    """Execute verbs on models, and sample from them: a `SamplingBackend`.
 
     A method that returns a generator runs on the thread of `ServingEngine`, a slice at a time.
     """
@@ -57,8 +69,13 @@ class ModelManager:
     def __init__(self, engine: ServingEngine, session_store: SessionStore):
         self.engine = engine
         self.session_store = session_store
+        bases, renderer = engine.settings.bases, engine.settings.renderer
+        self._max_contexts = {base.name: check_base_model(base, renderer) for base in bases}
+        self._base_clients: dict[str, SamplingClient] = {}
+        self._loading_lock = threading.Lock()
+        self._renderers: WeakKeyDictionary[SamplingClient, Renderer] = WeakKeyDictionary()
+        self._created = int(time.time())
         self._snapshots: OrderedDict[Path, SamplingClient] = OrderedDict()
-        engine.resolve_name, engine.list_names = self.resolve_name, self.list_names
         models, set_gauge = session_store.list_models, engine.metrics.set_gauge
         set_gauge("models", lambda: sum(m.client is not None for m in models()), state="in_memory")
         set_gauge("models", lambda: sum(m.client is None for m in models()), state="written_out")
@@ -507,7 +524,7 @@ class ModelManager:
                 checkpoint_folder.verify_checkpoint(sampler.path)
                 client = self.engine.service.create_sampling_client(model_path=str(sampler.path))
             elif client is None:
-                client = self.engine.get_base_client(sampler.base)
+                client = self.get_base_client(sampler.base)
             # requests that were accepted later may run earlier: loading is the last use
             sampler.client, sampler.last_used = client, time.monotonic()
             self._evict_samplers()
@@ -521,37 +538,123 @@ class ModelManager:
         for sampler in choose_oldest(loaded, count):
             sampler.client = None
 
-    def resolve_name(self, model: str, owner: str) -> Callable[[], SamplingClient] | None:
-        """Resolve a model name of a request: a sampling session's id, or a tinker:// path.
+    def get_base_client(self, base: ServedBaseModel) -> SamplingClient:
+        """Return the sampling client of a base model, which all threads share.
 
-        Return a function that creates the client, or None for any other name. `ServingEngine` calls
-        this resolver.
+        The client is created on first use, and again after a failure.
         """
-        if model in self.session_store.samplers:
+        with self._loading_lock:
+            client = self._base_clients.get(base.name)
+            if client is None or client.failed:
+                client = self.engine.service.create_sampling_client(
+                    base_model=base.source, tokenizer=base.tokenizer
+                )
+                self._base_clients[base.name] = client
+            return client
+
+    # ---------------------------------------------------------------------------- sampling by name
+
+    def find_client(self, model: str | None, owner: str) -> Callable[[], SamplingClient]:
+        """Return a function that returns the sampling client of a model name: a base model (None:
+        the first), a sampling session's id or a tinker:// path.
+
+        Raises HttpError (404) if the owner has no model of that name.
+        """
+        if model is not None and model in self.session_store.samplers:
             sampler = self.session_store.get_sampler(model, owner)
-            return functools.partial(self.sampling_client, sampler)
-        if not model.startswith("tinker://"):
-            return None
-        source, folder = self.session_store.find_folder(model, owner)
+        elif model is not None and model.startswith("tinker://"):
+            sampler = self._find_path_sampler(model, owner)
+        else:
+            try:
+                base = self.engine.settings.find_base(model)
+            except UserError as error:
+                raise HttpError(404, str(error)) from None
+            return functools.partial(self.get_base_client, base)
+        return functools.partial(self.sampling_client, sampler)
+
+    def _find_path_sampler(self, path: str, owner: str) -> SamplerRecord:
+        """Return the sampling session of a tinker:// path, and add it if there is none."""
+        source, folder = self.session_store.find_folder(path, owner)
         for candidate in self.session_store.list_samplers():
             if candidate.path == folder and candidate.owner == owner:
                 candidate.last_used = time.monotonic()
-                return functools.partial(self.sampling_client, candidate)
+                return candidate
         sampler_id = f"{source.model_id}:{folder.parent.name}:{folder.name}"
-        sampler = SamplerRecord(sampler_id, owner, source.session, source.base, folder)
-        return functools.partial(self.sampling_client, self.session_store.add_sampler(sampler))
+        return self.session_store.add_sampler(
+            SamplerRecord(sampler_id, owner, source.session, source.base, folder)
+        )
 
-    def list_names(self, owner: str) -> list[tuple[str, ServedBaseModel]]:
-        """Return the names that `resolve_name` resolves for this owner: weights saved for samplers.
+    async def sample(
+        self,
+        model: str | None,
+        prompt_ids: Sequence[int],
+        num_samples: int,
+        sampling_params: SamplingParams,
+        *,
+        owner: str = LOCAL_OWNER,
+        show: Callable[[dict[int, Any]], None] | None = None,
+        **options: Any,
+    ) -> SampleResponse:
+        """Return `num_samples` samples of a model by its name.
 
-        Each entry is the tinker:// path and the base model.
+        `options`: of `SamplingClient.make_request`. `show`: called on the engine's thread every few
+        tokens with the samples so far, by index. Raises HttpError (404) for an unknown name.
         """
-        return [
-            (format_path(folder), model.base)
+        client = self.find_client(model, owner)
+        options |= {
+            "prompt": ModelInput.from_ints(list(prompt_ids)),
+            "num_samples": num_samples,
+            "sampling_params": sampling_params,
+        }
+        job = SamplingJob(owner, client, options, on_progress=show)
+        return await asyncio.wrap_future(self.engine.submit_sample(job))
+
+    def list_bases(self) -> list[ServedModel]:
+        """Return the base models, as checked at the start of the server.
+
+        A base model whose weights cannot be loaded does not affect the others.
+        """
+        return [self._describe(base.name, base) for base in self.engine.settings.bases]
+
+    def models(self, owner: str = LOCAL_OWNER) -> list[ServedModel]:
+        """Return the base models, and the weights that an owner saved for samplers by their paths.
+
+        Clients check this list before they send a request.
+        """
+        return self.list_bases() + [
+            self._describe(format_path(folder), model.base)
             for model in self.session_store.list_models(owner)
             for kind, folder in self.session_store.iter_checkpoints(model)
             if kind == SAMPLER_KIND
         ]
+
+    def _describe(self, name: str, base: ServedBaseModel) -> ServedModel:
+        return ServedModel(name, self._max_contexts[base.name], self._created)
+
+    def tokenizer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Any:
+        """Return the tokenizer of a model by its name; None if the model has none. May wait until
+        the model is loaded.
+
+        Raises HttpError (404) for an unknown name.
+        """
+        return self.find_client(model, owner)().get_tokenizer()
+
+    def renderer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Renderer:
+        """Return the renderer of a model: the configured renderer, else the chat template of its
+        tokenizer, else role_colon.
+
+        Raises HttpError: 404 for an unknown name, 400 if the model has no tokenizer.
+        """
+        client = self.find_client(model, owner)()
+        renderer = self._renderers.get(client)
+        if renderer is None:
+            tokenizer = client.get_tokenizer()
+            if tokenizer is None:
+                raise MissingTokenizerError(model)
+            default = "chat_template" if getattr(tokenizer, "chat_template", None) else "role_colon"
+            renderer = get_renderer(self.engine.settings.renderer or default, tokenizer)
+            self._renderers[client] = renderer
+        return renderer
 
 
 @dataclass

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,19 +21,18 @@ from rl.client import SampleStream, SamplingClient, ServiceClient
 from rl.errors import UserError
 from rl.layers import find_max_context
 from rl.models import is_adapter, load_skeleton, load_tokenizer
-from rl.renderers import Renderer, get_renderer
+from rl.renderers import get_renderer
 from rl.sampler import SamplingRequest
 from rl.serve.http_errors import (
     HttpError,
-    MissingTokenizerError,
     ShutdownError,
     clear_tracebacks,
     to_http_error,
 )
 from rl.serve.scheduler import EngineJob, FairQueue, SamplingJob
-from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel, ServeSettings
+from rl.serve.serve_settings import ServedBaseModel, ServeSettings
 from rl.serve.serving_metrics import ServingMetrics
-from rl.types import ModelInput, SampledSequence, SampleResponse, SamplingParams
+from rl.types import SampleResponse
 
 log = logging.getLogger("whetstone.serve")
 
@@ -45,18 +41,8 @@ _STREAM_STEPS = 4  # tokens per slice if a request of the batch streams
 # samples that arrive within this time share a batch from the start
 _BATCH_WAIT_SECONDS, _MAX_BATCH_WAIT_SECONDS = 0.002, 0.02
 
-ProgressCallback = Callable[[dict[int, SampledSequence]], None]
 # key of a batch: the number of a base model (`mixes`), whose clients share a batch, or a client
 BatchKey = SamplingClient | int
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """Hold an entry of `/v1/models` and of Tinker's capabilities."""
-
-    name: str
-    max_context: int | None
-    created: int
 
 
 class ServingEngine:
@@ -72,19 +58,8 @@ class ServingEngine:
         self.settings = settings
         self.metrics = ServingMetrics()
         self.queue = FairQueue(settings.limits.queued, has_others)
-        self.max_contexts = {
-            base.name: check_base_model(base, settings.renderer) for base in settings.bases
-        }
         self.is_shutting_down = False
         self._deadline = 0.0
-        # (model, owner) -> a function that returns the client, or None for an unknown name
-        self.resolve_name: Callable[[str, str], Callable[[], SamplingClient] | None]
-        # owner -> names that `resolve_name` knows, each with its base model
-        self.list_names: Callable[[str], list[tuple[str, ServedBaseModel]]]
-        self._base_clients: dict[str, SamplingClient] = {}
-        self._loading_lock = threading.Lock()
-        self._renderers: WeakKeyDictionary[SamplingClient, Renderer] = WeakKeyDictionary()
-        self._created = int(time.time())
         # the batches; one without requests keeps its KV cache until other work is done
         self._streams: dict[BatchKey, tuple[SampleStream, dict[int, SamplingJob]]] = {}
         self._thread = threading.Thread(target=self._loop, name="whetstone-engine", daemon=True)
@@ -123,124 +98,15 @@ class ServingEngine:
         self.queue.check_capacity(tenant)
         return await asyncio.wrap_future(self.submit(EngineJob(tenant, lane or label, label, once)))
 
-    def submit_sample(
-        self,
-        client: Callable[[], SamplingClient],
-        tenant: str,
-        prompt: Sequence[int] | ModelInput,
-        num_samples: int,
-        params: SamplingParams,
-        show: ProgressCallback | None = None,
-        sequence_ids: Sequence[str] = (),
-        **options: Any,
-    ) -> Future:
+    def submit_sample(self, job: SamplingJob) -> Future:
         """Queue a sampling request and return its future.
 
-        `options`: include_prompt_logprobs, topk_prompt_logprobs, prompt_logprobs_last_n.
-        `sequence_ids`: ids of the samples, which were promised before sampling. `show`: called on
-        the engine's thread every few tokens with the samples so far, by index. Raises HttpError:
-        503 if the server is shutting down, 429 if the queue is full.
+        Raises HttpError: 503 if the server is shutting down, 429 if the queue is full.
         """
         if self.is_shutting_down:
             raise ShutdownError()
-        if not isinstance(prompt, ModelInput):
-            prompt = ModelInput.from_ints(list(prompt))
-        options |= {"prompt": prompt, "num_samples": num_samples, "sampling_params": params}
-        job = SamplingJob(tenant, client, options, on_progress=show, sequence_ids=sequence_ids)
         self.queue.add_sample(job)
         return job.done
-
-    async def sample(
-        self,
-        model: str | None,
-        prompt_ids: Sequence[int],
-        num_samples: int,
-        sampling_params: SamplingParams,
-        *,
-        owner: str = LOCAL_OWNER,
-        show: ProgressCallback | None = None,
-        **options: Any,
-    ) -> SampleResponse:
-        """Return `num_samples` samples of a model by its name: a base model, a tinker:// path or a
-        sampling session. Raises HttpError (404) for an unknown name.
-        """
-        client = self.find_client(model, owner)
-        done = self.submit_sample(
-            client, owner, prompt_ids, num_samples, sampling_params, show, **options
-        )
-        return await asyncio.wrap_future(done)
-
-    def list_bases(self) -> list[ServedModel]:
-        """Return the base models, as checked at the start of the server.
-
-        A base model whose weights cannot be loaded does not affect the others.
-        """
-        return [
-            ServedModel(base.name, self.max_contexts[base.name], self._created)
-            for base in self.settings.bases
-        ]
-
-    def models(self, owner: str = LOCAL_OWNER) -> list[ServedModel]:
-        """Return the base models and the other models of an owner.
-
-        Clients check this list before they send a request.
-        """
-        return self.list_bases() + [
-            ServedModel(name, self.max_contexts[base.name], self._created)
-            for name, base in self.list_names(owner)
-        ]
-
-    def tokenizer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Any:
-        """Return the tokenizer of a model by its name; None if the model has none. May wait until
-        the model is loaded.
-
-        Raises HttpError (404) for an unknown name.
-        """
-        return self.find_client(model, owner)().get_tokenizer()
-
-    def renderer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Renderer:
-        """Return the renderer of a model: the configured renderer, else the chat template of its
-        tokenizer, else role_colon.
-
-        Raises HttpError: 404 for an unknown name, 400 if the model has no tokenizer.
-        """
-        client = self.find_client(model, owner)()
-        renderer = self._renderers.get(client)
-        if renderer is None:
-            tokenizer = client.get_tokenizer()
-            if tokenizer is None:
-                raise MissingTokenizerError(model)
-            default = "chat_template" if getattr(tokenizer, "chat_template", None) else "role_colon"
-            renderer = get_renderer(self.settings.renderer or default, tokenizer)
-            self._renderers[client] = renderer
-        return renderer
-
-    def find_client(self, model: str | None, owner: str) -> Callable[[], SamplingClient]:
-        """Return a function that returns the sampling client of a model name.
-
-        Raises HttpError (404) if the owner has no model of that name.
-        """
-        get_client = self.resolve_name(model, owner) if model is not None else None
-        if get_client is not None:
-            return get_client
-        try:
-            return functools.partial(self.get_base_client, self.settings.find_base(model))
-        except UserError as error:
-            raise HttpError(404, str(error)) from None
-
-    def get_base_client(self, base: ServedBaseModel) -> SamplingClient:
-        """Return the sampling client of a base model, which all threads share.
-
-        The client is created on first use, and again after a failure.
-        """
-        with self._loading_lock:
-            client = self._base_clients.get(base.name)
-            if client is None or client.failed:
-                client = self.service.create_sampling_client(
-                    base_model=base.source, tokenizer=base.tokenizer
-                )
-                self._base_clients[base.name] = client
-            return client
 
     # ------------------------------------------------------------------------------- engine thread
 

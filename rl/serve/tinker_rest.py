@@ -104,7 +104,7 @@ class TinkerRestRoutes(ServerParts):
 
     async def get_capabilities(self, request: Request) -> Any:
         """Return the base models and their context lengths."""
-        bases = self.engine.list_bases()
+        bases = self.model_manager.list_bases()
         models = [SupportedModel(base.name, base.max_context) for base in bases]
         return asdict(GetServerCapabilitiesResponse(models))
 

@@ -23,14 +23,14 @@ from rl.serve import conversion, schemas, tinker_pb2
 from rl.serve.api_routes import RouteHandler, TypedRoute, make_unsupported
 from rl.serve.http_errors import HttpError, SafeJSONResponse, ShutdownError
 from rl.serve.request_store import PROTOBUF_TYPE, PendingRequest, compute_digest
-from rl.serve.scheduler import EngineJob
+from rl.serve.scheduler import EngineJob, SamplingJob, VerbSteps
 from rl.serve.schemas import (
     decompress,
     read_body,
     read_fields,
 )
 from rl.serve.serve_settings import LOOPBACK_HOSTS
-from rl.serve.served_models import ServerParts, VerbSteps
+from rl.serve.served_models import ServerParts
 from rl.serve.serving_engine import locate_tokenizer
 from rl.serve.session_store import ModelRecord, SamplerRecord, SessionRecord
 from rl.types import GetInfoResponse, ModelData, ModelInput, SamplingParams
@@ -440,8 +440,7 @@ class TinkerRoutes(ServerParts):
             )
         sampler = self.session_store.get_sampler(body.sampling_session_id, owner)
         self.session_store.get_session(sampler.session, owner)
-        count, request_id = body.num_samples or 1, f"{sampler.sampler_id}:{body.seq_id}"
-        digest = compute_digest(raw)
+        request_id, digest = f"{sampler.sampler_id}:{body.seq_id}", compute_digest(raw)
         parsed: Any = None
         if self.request_store.find_duplicate(request_id, digest) is None:
             if len(raw) > _MAX_INLINE_BYTES:
@@ -451,7 +450,7 @@ class TinkerRoutes(ServerParts):
         # check again: the same request may have arrived meanwhile
         pending = self.request_store.find_duplicate(request_id, digest)
         if pending is None:
-            ids = [f"{request_id}:{i}" for i in range(count)]
+            ids = [f"{request_id}:{i}" for i in range(body.num_samples or 1)]
             tenant, size = sampler.tenant, len(raw)
             self.request_store.check_capacity(tenant, size)
             pending = PendingRequest(
@@ -460,18 +459,16 @@ class TinkerRoutes(ServerParts):
             if isinstance(parsed, Exception):
                 pending.work_future.set_exception(parsed)
             else:
-                prompt, params, options = parsed
                 client = functools.partial(self.model_manager.sampling_client, sampler)
-                pending.work_future = self.engine.submit_sample(
-                    client, tenant, prompt, count, params, sequence_ids=ids, **options
-                )
+                job = SamplingJob(tenant, client, parsed, sequence_ids=ids)
+                pending.work_future = self.engine.submit_sample(job)
             self.request_store.add(pending)
         return {"request_id": request_id, "sample_sequence_ids": pending.sequence_ids}
 
 
-def _parse_sample(fields: Any) -> tuple[ModelInput, SamplingParams, dict[str, Any]] | Exception:
-    """Return prompt, sampling parameters and logprob options of a request, or the error that
-    becomes the request's result.
+def _parse_sample(fields: Any) -> dict[str, Any] | Exception:
+    """Return the arguments of `SamplingClient.make_request`, or the error that becomes the
+    request's result.
     """
     try:
         body = read_body(schemas.SampleBody, fields)
@@ -481,14 +478,15 @@ def _parse_sample(fields: Any) -> tuple[ModelInput, SamplingParams, dict[str, An
                     f"{name} is not computed here: use topk_prompt_logprobs, or a forward of the "
                     "training client"
                 )
-        prompt = ModelInput([chunk.to_chunk() for chunk in body.prompt.chunks])
-        params = SamplingParams(**body.sampling_params.model_dump(exclude_unset=True))
-        options: dict[str, Any] = {
+        params = body.sampling_params.model_dump(exclude_unset=True)
+        return {
+            "prompt": ModelInput([chunk.to_chunk() for chunk in body.prompt.chunks]),
+            "num_samples": body.num_samples or 1,
+            "sampling_params": SamplingParams(**params),
             "include_prompt_logprobs": body.prompt_logprobs,
             "topk_prompt_logprobs": body.topk_prompt_logprobs or 0,
             "target_prompt_logprobs": conversion.parse_targets(body.target_prompt_logprobs),
             "prompt_logprobs_last_n": body.prompt_logprobs_last_n,
         }
-        return prompt, params, options
     except (HttpError, ValueError, TypeError) as error:
         return error

@@ -336,7 +336,7 @@ def test_the_desk_shows_what_it_has_drawn_and_draws_the_same(tmp_path):
         params, shown = SamplingParams(max_tokens=24, seed=1, stop=[]), []
 
         def sample(**show):
-            request = served.engine.sample(BASE, [5, 6, 7], 2, params, **show)
+            request = served.model_manager.sample(BASE, [5, 6, 7], 2, params, **show)
             return asyncio.run(request).sequences
 
         whole, seen = sample(), sample(show=shown.append)

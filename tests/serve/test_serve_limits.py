@@ -29,7 +29,7 @@ from rl.errors import UserError
 from rl.learner import LearnerSettings
 from rl.models import load_model
 from rl.runtime import SamplerSettings, WorkerSettings
-from rl.serve import serving_engine
+from rl.serve import served_models, serving_engine
 from rl.serve.served_models import ModelManager
 
 
@@ -95,14 +95,14 @@ def test_weights_are_read_once_for_many_and_again_after_a_failure(model_server, 
 
 
 def test_renderers_are_freed_with_the_weights_that_they_read_for(model_server, wires, monkeypatch):
-    made, make = [], serving_engine.get_renderer
+    made, make = [], served_models.get_renderer
 
     def watched(*arguments):
         renderer = make(*arguments)
         made.append(weakref.ref(renderer))
         return renderer
 
-    monkeypatch.setattr(serving_engine, "get_renderer", watched)
+    monkeypatch.setattr(served_models, "get_renderer", watched)
     model = wires.model()
     for i in range(3):
         body = {"model": wires.sampler(model, 1 + i, i), "max_tokens": 2}

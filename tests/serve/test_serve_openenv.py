@@ -52,7 +52,7 @@ def sdk_results(tmp_path_factory, shared_data):
         wires = Wire(first, KEY)
         wires.open()
         model = wires.model(base=BASE)
-        prompt = first.engine.renderer(None).build_generation_prompt(PROBE).to_ints()
+        prompt = first.model_manager.renderer(None).build_generation_prompt(PROBE).to_ints()
         seq = learn_to_begin(wires, model, prompt, [40, 40, 40, 41])
         path = wires.save(model, seq, "trained", "_for_sampler")
         listening = LoopServer(lambda: first.app, "the test's server")
@@ -121,8 +121,8 @@ def test_turns_by_ids_pass_the_same_checks_as_one_sequence(sdk_results):
 def test_openais_client_gets_answers_streams_and_refusals(sdk_results):
     actual, path, _, served = sdk_results
     renderer, desk = (
-        served.engine.renderer(None),
-        served.engine.get_base_client(served.engine.settings.bases[0]),
+        served.model_manager.renderer(None),
+        served.model_manager.get_base_client(served.engine.settings.bases[0]),
     )
     prompt = renderer.build_generation_prompt([{"role": "user", "content": "Hello?"}])
     params = SamplingParams(max_tokens=6, seed=4, stop=renderer.get_stop_sequences())

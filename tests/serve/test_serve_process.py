@@ -24,7 +24,7 @@ from test_serve import make_text_datums
 
 from rl.errors import UserError
 from rl.serve import ModelServer, ServedBaseModel, ServeSettings
-from rl.serve.http_connection import (
+from rl.serve.server import (
     allow_port_reuse,
     bind_sockets,
     check_certificate,

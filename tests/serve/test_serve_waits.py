@@ -20,8 +20,8 @@ from rl.client import ServiceClient
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
 from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_pb2
-from rl.serve.http_connection import make_timeout_protocol
 from rl.serve.scheduler import EngineJob
+from rl.serve.server import make_timeout_protocol
 
 uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
 
@@ -263,7 +263,7 @@ def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypat
             return plain(**named)
 
         def ask():
-            results.append(first.engine.get_base_client(first.engine.settings.bases[0]))
+            results.append(first.model_manager.get_base_client(first.engine.settings.bases[0]))
 
         monkeypatch.setattr(first.engine.service, "create_sampling_client", slowly)
         threads = [threading.Thread(target=ask) for _ in range(6)]
