@@ -76,6 +76,11 @@ def read_checkpoint_list(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def final_checkpoint(folder: Path, stage: str) -> Path:
+    """Return the path of the final checkpoint of a stage of the run in `folder`."""
+    return folder / CHECKPOINTS_FOLDER / f"{stage}-final"
+
+
 def make_checkpoint_row(path: Path, kind: str, stage: str, step: int) -> dict[str, Any]:
     """Return the row of a resumable checkpoint of kind "last" or "final"."""
     row = {"name": path.name, "kind": kind, "stage": stage, "batch": step}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rl.reporting import (
     load_saved_config,
     write_config,
 )
-from rl.trainer.checkpoint_manager import CheckpointManager
+from rl.trainer.checkpoint_manager import CheckpointManager, final_checkpoint, read_stage_steps
 from rl.trainer.config_diff import (
     CHANGES_KEY,
     check_replay,
@@ -69,7 +70,6 @@ from rl.trainer.resume import (
     remove_damaged_checkpoints,
 )
 from rl.trainer.run_summary import (
-    StagePaths,
     format_check_command,
     format_resume_command,
     print_introduction,
@@ -83,7 +83,7 @@ from rl.trainer.stage_data import (
     describe_prepared,
     load_stored_answers,
 )
-from rl.trainer.stage_models import OpponentModels, StageModelFactory, make_policy, stage_renderer
+from rl.trainer.stage_models import OpponentModels, StageModelFactory, stage_renderer
 from rl.trainer.stage_sampling import ReplayLog, StageContext
 from rl.trainer.trainer import Trainer, describe_nonfinite
 from rl.trainer.training_loop import train
@@ -253,25 +253,28 @@ def _open_logbook(
     )
 
 
-class RunState(StagePaths):
-    """Track the stages of a run: `index` is the current stage, beginning at `position`."""
+@dataclass
+class RunState:
+    """Track the stages of a run: `index` is the current stage, beginning at `position`.
 
-    def __init__(
-        self,
-        run: RunConfig,
-        folder: Path,
-        stages: Sequence[PreparedStage],
-        position: ResumePoint,
-        service: ServiceClient,
-        console: Console,
-        stop_request: StopRequest,
-    ):
-        self.run, self.folder, self.stages, self.position = run, folder, stages, position
-        self.service, self.console, self.stop_request = service, console, stop_request
-        self.models: Models  # of the current stage
-        self.run_id = position.run_id  # of a new run: set when its folder is claimed
+    `models` are those of the current stage, and `run_id` of a new run is set when its folder is
+    claimed.
+    """
+
+    run: RunConfig
+    folder: Path
+    stages: Sequence[PreparedStage]
+    position: ResumePoint
+    service: ServiceClient
+    console: Console
+    stop_request: StopRequest
+
+    def __post_init__(self) -> None:
+        self.models: Models
+        self.run_id = self.position.run_id
         # a stage has not ended if all batches are trained but its final checkpoint is missing
-        self.index = position.stage + position.stage_ended
+        self.index = self.position.stage + self.position.stage_ended
+        self.steps = read_stage_steps(resolve_config(self.run)["stages"])
 
     @property
     def finished(self) -> bool:
@@ -282,13 +285,6 @@ class RunState(StagePaths):
     def resumes_here(self) -> bool:
         """Return whether the current stage resumes from a checkpoint of itself."""
         return self.position.state_path is not None and self.index == self.position.stage
-
-    def first_step(self, index: int) -> int:
-        """Return the run's step count before a stage.
-
-        A step is reserved between stages for the evaluation before the first step.
-        """
-        return sum(prepared.plan.settings.loop.steps + 1 for prepared in self.stages[:index])
 
     def check_stages(self) -> None:
         """Raise UserError if a needed final checkpoint is missing or a later stage cannot begin."""
@@ -307,49 +303,45 @@ class RunState(StagePaths):
 
         Raises UserError if the data differ from those that the checkpoint was trained on.
         """
-        index = min(self.index, len(self.stages) - 1)
-        prepared, seed = self.stages[index], self.run.options.seed
-        plan, before = prepared.plan, find_previous_stage(self.run.stages, index)
-        # None: the stage begins from a base model
-        previous = None if before is None else self.final_path(before)
-        method, model = METHODS.create(plan), plan.settings.model
-        if not self.finished:
-            self._load_rows_of_stage(prepared)
-        resume_from = self.position.state_path if self.resumes_here or self.finished else None
-        policy = make_policy(
-            self.service, model, previous, resume_from, seed, value_head=method.value_head
-        )
+        resume_from = self.position.state_path
         if self.finished:
+            assert resume_from is not None
+            policy = self.service.create_training_client_from_state_with_optimizer(resume_from)
             return Models(policy)
-        renderer = stage_renderer(policy, plan.settings)
-        check_rows(prepared, policy, renderer)
+        prepared = self.stages[self.index]
+        plan = prepared.plan
+        self._load_rows_of_stage(prepared)
+        factory = StageModelFactory.open_stage(
+            self.service,
+            self.run.stages,
+            self.index,
+            partial(final_checkpoint, self.folder),
+            self.run.options.seed,
+            resume_from if self.resumes_here else None,
+        )
+        assert factory.renderer is not None
+        check_rows(prepared, factory.policy, factory.renderer)
         loop_state = self.position.loop_state
         # `prepared.problems` has only the rows that were not skipped
         if self.resumes_here and loop_state and not includes_data_change(self.position.notes):
             check_same_data(
                 loop_state.get("run"), prepared.problems, plan.name, str(self.position.state_path)
             )
-        earlier = {
-            stage.name: self.final_path(i) for i, stage in enumerate(self.run.stages[:index])
-        }
-        tags = prepared.problems.tags
-        factory = StageModelFactory(
-            self.service, policy, model, previous, earlier, seed, resume_from, tags, renderer
-        )
-        others = method.make_models(factory)
+        factory.tags = prepared.problems.tags
+        others = METHODS.create(plan).make_models(factory)
         if prepared.environment is not None:
             environment, env = prepared.environment.make(), plan.settings.env
             opponents = OpponentModels(environment, env, factory, self.folder, plan.name)
             others = {**others, "opponents": opponents}
-        return Models(policy, others)
+        return Models(factory.policy, others)
 
     def _load_rows_of_stage(self, prepared: PreparedStage) -> None:
         """Load the rows of a stage that an earlier stage has written."""
         if prepared.source_stage is None or prepared.rows is not None:
             return
-        first = self.first_step(prepared.source_stage)
-        loop = self.stages[prepared.source_stage].plan.settings.loop
-        steps = range(first + 1, first + loop.steps + 1, loop.rollouts_every)
+        source = self.steps[prepared.source_stage]
+        every = self.run.stages[prepared.source_stage].settings.loop.rollouts_every
+        steps = range(source.first + 1, source.first + source.steps + 1, every)
         prepared.rows = load_stored_answers(prepared.plan, self.folder, steps)
 
     def create_trainer(
@@ -380,7 +372,7 @@ class RunState(StagePaths):
             renderer=stage_renderer(self.models.policy, plan.settings),
             scorer=prepared.scorer,
             run_seed=options.seed,
-            first_step=self.first_step(self.index),
+            first_step=self.steps[self.index].first,
             logbook=logbook,
             console=self.console,
             checkpoints=checkpoints,
@@ -430,4 +422,4 @@ class RunState(StagePaths):
             self.index += 1
             if not self.finished:
                 self.models = self.create_models()
-        print_summary(self, self.console)
+        print_summary(self.run, self.folder, self.console)

@@ -32,6 +32,7 @@ from rl.trainer.checkpoint_manager import (
     CheckpointManager,
     StageSteps,
     complete_checkpoint_list,
+    final_checkpoint,
     locate_checkpoint,
     make_checkpoint_row,
     match_checkpoint_name,
@@ -283,9 +284,8 @@ def check_final_checkpoints(folder: Path, names: Sequence[str]) -> None:
     from it.
     """
     for name in names:
-        path = folder / CHECKPOINTS_FOLDER / f"{name}-final"
         try:
-            checkpoint_folder.verify_checkpoint(path)
+            checkpoint_folder.verify_checkpoint(final_checkpoint(folder, name))
         except checkpoint_folder.DamagedCheckpoint as error:
             raise UserError(
                 f"a later stage begins from the end of stage {name}, but that checkpoint is "

@@ -7,13 +7,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
-from rl.algorithms import ModelFactory
+from rl.algorithms import METHODS, ModelFactory
 from rl.client import SampleStream, SamplingClient, ServiceClient, TrainingClient
-from rl.config import EnvironmentSettings, LearnedRewardSettings, ModelSettings, is_api_address
+from rl.config import (
+    EnvironmentSettings,
+    LearnedRewardSettings,
+    ModelSettings,
+    StageConfig,
+    is_api_address,
+)
 from rl.distributed import checkpoint_folder
 from rl.envs import OPPONENT_POOL, Environment, OpponentPool
 from rl.errors import RunFolderError, UserError
@@ -38,7 +44,11 @@ from rl.renderers import Renderer, get_renderer
 from rl.rollout import ActionSampler, RolloutBatch
 from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import CHECKPOINTS_FOLDER, WEIGHTS_FOLDER
-from rl.trainer.initial_weights import find_initial_weights, find_weights_folder
+from rl.trainer.initial_weights import (
+    find_initial_weights,
+    find_previous_stage,
+    find_weights_folder,
+)
 from rl.trainer.saved_weights import SavedWeights, open_weights
 
 if TYPE_CHECKING:
@@ -91,7 +101,7 @@ class StageModelFactory(ModelFactory):
     """Create the models of a stage's method; see rl.algorithms.method_interface.ModelFactory.
 
     `previous` is the checkpoint from which the stage began. `earlier` maps each earlier stage to
-    its final checkpoint.
+    its final weights.
     `renderer` is the policy's renderer.
     """
 
@@ -99,11 +109,37 @@ class StageModelFactory(ModelFactory):
     policy: TrainingClient
     model: ModelSettings
     previous: str | None
-    earlier: Mapping[str, str]
+    earlier: Mapping[str, SavedWeights]
     seed: int
     resume_from: str | None = None
     tags: Sequence[str] = ()
     renderer: Renderer | None = None
+
+    @classmethod
+    def open_stage(
+        cls,
+        service: ServiceClient,
+        stages: Sequence[StageConfig],
+        index: int,
+        final_path: Callable[[str], Path],
+        seed: int,
+        resume_from: str | None = None,
+    ) -> Self:
+        """Load the policy of a stage, and return the factory of its other models.
+
+        `final_path` returns the final checkpoint of a stage by its name.
+        """
+        plan, before = stages[index], find_previous_stage(stages, index)
+        earlier = {
+            stage.name: SavedWeights(stage.name, final_path(stage.name), stage=stage)
+            for stage in stages[:index]
+        }
+        # None: the stage begins from a base model
+        previous = None if before is None else str(final_path(stages[before].name))
+        model, value_head = plan.settings.model, METHODS.create(plan).value_head
+        policy = make_policy(service, model, previous, resume_from, seed, value_head=value_head)
+        renderer = stage_renderer(policy, plan.settings)
+        return cls(service, policy, model, previous, earlier, seed, resume_from, renderer=renderer)
 
     def initial_policy(self) -> TokenScorer:
         """Return a scorer with the stage's initial weights, for example as the reference model.
@@ -128,7 +164,8 @@ class StageModelFactory(ModelFactory):
     def load(self, target: str) -> SamplingClient:
         """Return a client of an earlier stage, the policy's base model or other weights."""
         if target in self.earlier:
-            return self.service.create_sampling_client(model_path=self.earlier[target])
+            path = str(self.earlier[target].path)
+            return self.service.create_sampling_client(model_path=path)
         if self.policy.info["lora_rank"] and self.policy.info["base_model"] == target:
             return self.policy.get_base_sampling_client()  # the base of the adapter, loaded already
         return open_weights(target).create_sampler(self.service)
@@ -180,8 +217,7 @@ class StageModelFactory(ModelFactory):
                 "reward model with train.py reward_model, or use a published reward model; a "
                 "language model can score responses with --comparison-model"
             )
-        path = self.earlier.get(target, str(weights.path))
-        client = self.service.create_training_client_from_state(path)
+        client = self.service.create_training_client_from_state(str(weights.path))
         same_vocabulary = shares_vocabulary(self.policy, client, f"reward model {target}")
         return RewardModel(
             client,
@@ -193,10 +229,12 @@ class StageModelFactory(ModelFactory):
 
     def open(self, target: str) -> SavedWeights:
         """Return the weights of an earlier stage or of another source."""
-        return open_weights(self.earlier.get(target, target))
+        return self.earlier.get(target) or open_weights(target)
 
     def has_value_head(self, weights: SavedWeights) -> bool:
         """Return whether a checkpoint holds a value head."""
+        if weights.name in self.earlier and weights.stage is not None:
+            return METHODS.create(weights.stage).value_head
         path = weights.path
         return (
             path is not None
