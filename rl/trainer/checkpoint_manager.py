@@ -128,28 +128,21 @@ def scan_checkpoints(folder: Path, stages: Sequence[StageSteps]) -> list[dict[st
     such a checkpoint was copied here).
     """
     rows = []
-    for path in _list_folders(folder / CHECKPOINTS_FOLDER):
-        if (match := match_checkpoint_name(path.name, stages)) is not None:
-            index, step = match
-            stage = stages[index]
-            if not _contradicts_name(path, index, step - stage.first):
+    for parent, best in ((folder / CHECKPOINTS_FOLDER, False), (folder / WEIGHTS_FOLDER, True)):
+        for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+            match = match_checkpoint_name(path.name, stages, best=best)
+            is_checkpoint = path.is_dir() and checkpoint_folder.is_checkpoint_name(path.name)
+            if match is None or not is_checkpoint:
+                continue
+            stage, step = stages[match[0]], match[1]
+            if best:
+                metric, value = _read_best_metric(folder, stage, step)
+                value_head = (path / "model").is_dir()
+                rows.append(_make_best_row(path, stage.name, step, metric, value, value_head))
+            elif not _contradicts_name(path, match[0], step - stage.first):
                 kind = "final" if path.name == f"{stage.name}-final" else "last"
                 rows.append(make_checkpoint_row(path, kind, stage.name, step))
-    for path in _list_folders(folder / WEIGHTS_FOLDER):
-        if (match := match_checkpoint_name(path.name, stages, best=True)) is not None:
-            stage, step = stages[match[0]], match[1]
-            metric, value = _read_best_metric(folder, stage, step)
-            value_head = (path / "model").is_dir()
-            rows.append(_make_best_row(path, stage.name, step, metric, value, value_head))
     return sorted(rows, key=lambda row: (row["batch"], _KIND_ORDER[row["kind"]]))
-
-
-def _list_folders(parent: Path) -> list[Path]:
-    """Return the folders in `parent` with valid checkpoint names, sorted."""
-    paths = sorted(parent.iterdir()) if parent.is_dir() else []
-    return [
-        path for path in paths if path.is_dir() and checkpoint_folder.is_checkpoint_name(path.name)
-    ]
 
 
 def _contradicts_name(path: Path, stage: int, batches: int) -> bool:
