@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -315,7 +314,7 @@ def check_rewards_at_start(
         is_importable = prepared.scorer.place != "thread"
         print_startup_result(result, console, command if is_importable else None)
         entry = {"stage": prepared.plan.name, "dataset": data.dataset}
-        entries.append({**entry, **dataclasses.asdict(result)})
+        entries.append({**entry, **asdict(result)})
     if entries:
         text = json.dumps(replace_nonfinite({"rewards": entries}), indent=1, allow_nan=False)
         write_atomically(folder / REWARD_CHECK, text + "\n")

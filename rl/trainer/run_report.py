@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, flatten_settings
@@ -48,6 +48,7 @@ from rl.reporting import (
 from rl.sanitize import sanitize_text
 from rl.trainer.evaluator import HELD_OUT_ACCURACY, HeldOutMetrics
 from rl.trainer.memory_report import format_gib
+from rl.trainer.reward_probe import RewardProbeResult
 
 _HELD_OUT_REWARD = "test/env/all/reward/total"
 # Held-out metrics of stages that learn from rows: label and metric.
@@ -263,34 +264,18 @@ def list_checkpoints(run: SavedRun) -> list[dict[str, Any]]:
     return checkpoints
 
 
-class _RewardResult(BaseModel):
-    name: str
-    mean: float | None  # None: the reward failed
-    paid: int
-    compared: int
-    sample: str
-
-
-class _RewardCheck(BaseModel):
+@dataclass(frozen=True)
+class RewardCheck(RewardProbeResult):
     """Hold the check of a reward that the run made before its first step."""
 
-    reward: str
-    dataset: str
-    rows: int
-    skipped: str | None
-    warnings: list[str]
-    notes: list[str]
-    results: list[_RewardResult]
+    dataset: str = ""
 
 
-class _RewardChecks(BaseModel):
-    rewards: list[_RewardCheck]
-
-
-def read_reward_checks(folder: Path) -> list[_RewardCheck]:
+def read_reward_checks(folder: Path) -> list[RewardCheck]:
     """Return the checks of rewards; [] without any, or if their file cannot be read."""
+    checks = TypeAdapter(dict[str, list[RewardCheck]])
     try:
-        return _RewardChecks.model_validate_json((folder / REWARD_CHECK).read_bytes()).rewards[:20]
+        return checks.validate_json((folder / REWARD_CHECK).read_bytes()).get("rewards", [])[:20]
     except (OSError, ValidationError):
         return []
 

@@ -92,10 +92,6 @@ def make_policy(
     )
 
 
-# name of a renderer (None: the default), settings of its template
-Rendering = tuple[str | None, tuple[tuple[str, str], ...]]
-
-
 @dataclass
 class StageModelFactory(ModelFactory):
     """Create the models of a stage's method; see rl.algorithms.method_interface.ModelFactory.
@@ -163,28 +159,26 @@ class StageModelFactory(ModelFactory):
 
     def load(self, target: str) -> SamplingClient:
         """Return a client of an earlier stage, the policy's base model or other weights."""
-        if target in self.earlier:
-            path = str(self.earlier[target].path)
-            return self.service.create_sampling_client(model_path=path)
-        if self.policy.info["lora_rank"] and self.policy.info["base_model"] == target:
+        info = self.policy.info
+        if target not in self.earlier and info["lora_rank"] and info["base_model"] == target:
             return self.policy.get_base_sampling_client()  # the base of the adapter, loaded already
-        return open_weights(target).create_sampler(self.service)
+        return self.open(target).create_sampler(self.service)
 
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, LearnedRewards]:
         """Return the learned rewards that the settings name, under "rewards"; {} if none."""
         seed = derive_seed(self.seed, "rubric")
         if learned.comparison_model is not None:
             judge = self.load(learned.comparison_model)
-            renderer = make_renderer(judge, *self.renderer_of(learned.comparison_model))
+            renderer = make_own_renderer(judge, self.open(learned.comparison_model))
             scorer: Any = PairwiseJudge(ComparisonModel(judge, renderer))
         elif learned.rubric_model is not None and is_api_address(learned.rubric_model):
             scorer = make_api_judge(learned, seed)
         elif learned.rubric_model is not None:
             judge = self.load(learned.rubric_model)
-            rendering = self.renderer_of(learned.rubric_model)
             if learned.rubric_renderer:
-                rendering = learned.rubric_renderer, ()
-            renderer = make_renderer(judge, *rendering)
+                renderer = make_renderer(judge, learned.rubric_renderer)
+            else:
+                renderer = make_own_renderer(judge, self.open(learned.rubric_model))
             scorer = RubricJudge(judge, renderer, make_rubric(learned), seed)
         elif learned.reward_models:
             models = [
@@ -222,7 +216,7 @@ class StageModelFactory(ModelFactory):
         return RewardModel(
             client,
             target,
-            make_renderer(client, *self.renderer_of(target)),
+            make_own_renderer(client, weights),
             shares_vocabulary=same_vocabulary,
             policy_renderer=self.renderer,
         )
@@ -242,12 +236,6 @@ class StageModelFactory(ModelFactory):
             and bool(checkpoint_folder.read_verified_state(path)["spec"].get("value_head"))
         )
 
-    def renderer_of(self, target: str) -> Rendering:
-        """Return the renderer and template settings of a model's training, with which it must be
-        prompted.
-        """
-        return get_rendering(self.open(target))
-
     def create_critic(self, base_model: str) -> TrainingClient:
         """Return the critic: resumed, a copy of the policy's initial weights, or a base model."""
         if self.resume_from is not None:
@@ -259,13 +247,14 @@ class StageModelFactory(ModelFactory):
         return make_policy(self.service, model, previous, None, self.seed, value_head=True)
 
 
-def get_rendering(weights: SavedWeights) -> Rendering:
-    """Return the renderer and template settings of the training of weights; the default if no run
-    trained them.
+def make_own_renderer(client: TrainingClient | SamplingClient, weights: SavedWeights) -> Renderer:
+    """Return the renderer of a model's training, with which it must be prompted; the default if no
+    run trained it.
     """
     if weights.stage is None:
-        return None, ()
-    return weights.stage.settings.data.renderer, weights.stage.settings.data.template
+        return make_renderer(client, None)
+    data = weights.stage.settings.data
+    return make_renderer(client, data.renderer, data.template)
 
 
 def is_published_reward_model(weights: SavedWeights) -> bool:
@@ -375,7 +364,7 @@ Players = tuple[dict[str, ActionSampler], dict[str, Renderer]]
 def load_opponents(
     names: Sequence[str],
     load: Callable[[str], SamplingClient],
-    renderer_of: Callable[[str], Rendering],
+    find_weights: Callable[[str], SavedWeights],
     temperature: float,
 ) -> Players:
     """Load the models that play, except the pool. Raises UserError if a model cannot be loaded."""
@@ -385,7 +374,7 @@ def load_opponents(
         if name != OPPONENT_POOL:
             client = load(name)
             samplers[name] = FixedTemperatureSampler(client, temperature)
-            renderers[name] = make_renderer(client, *renderer_of(name))
+            renderers[name] = make_own_renderer(client, find_weights(name))
     return samplers, renderers
 
 
@@ -401,7 +390,7 @@ def load_evaluation_opponents(
     samplers, renderers = load_opponents(
         environment.models,
         lambda name: open_weights(name).create_sampler(service),
-        lambda name: get_rendering(open_weights(name)),
+        open_weights,
         settings.players_temperature,
     )
     if OPPONENT_POOL in environment.models:
@@ -443,7 +432,7 @@ class OpponentModels:
         self.factory, self.folder, self.stage = factory, folder, stage
         self.every = settings.opponents_every
         self.models, self.renderers = load_opponents(
-            environment.models, factory.load, factory.renderer_of, settings.players_temperature
+            environment.models, factory.load, factory.open, settings.players_temperature
         )
         pool = OpponentPool(settings.opponents, settings.opponents_by)
         self.version_pool = pool if OPPONENT_POOL in environment.models else None
