@@ -34,13 +34,6 @@ from rl.reporting import (
     write_config,
 )
 from rl.trainer.checkpoint_manager import CheckpointManager, final_checkpoint, read_stage_steps
-from rl.trainer.config_diff import (
-    CHANGES_KEY,
-    check_replay,
-    check_replay_sampler,
-    includes_data_change,
-    list_replay_differences,
-)
 from rl.trainer.initial_weights import (
     ORIGINS_KEY,
     check_initial_weights,
@@ -61,11 +54,13 @@ from rl.trainer.preflight import (
 )
 from rl.trainer.report_writer import ReportWriter, describe_launch
 from rl.trainer.resume import (
+    CHANGES_KEY,
     RUN_ID_KEY,
     ResumePoint,
     check_final_checkpoints,
     check_same_data,
     find_resume_point,
+    includes_data_change,
     make_identity,
     remove_damaged_checkpoints,
 )
@@ -84,7 +79,13 @@ from rl.trainer.stage_data import (
     load_stored_answers,
 )
 from rl.trainer.stage_models import OpponentModels, StageModelFactory, stage_renderer
-from rl.trainer.stage_sampling import ReplayLog, StageContext
+from rl.trainer.stage_sampling import (
+    ReplayLog,
+    StageContext,
+    check_replay,
+    check_replay_sampler,
+    list_replay_differences,
+)
 from rl.trainer.trainer import Trainer, describe_nonfinite
 from rl.trainer.training_loop import train
 
