@@ -52,7 +52,6 @@ from rl.trainer.preflight import (
     dry_run,
     prepare_stages,
 )
-from rl.trainer.report_writer import ReportWriter, describe_launch
 from rl.trainer.resume import (
     CHANGES_KEY,
     RUN_ID_KEY,
@@ -64,6 +63,7 @@ from rl.trainer.resume import (
     make_identity,
     remove_damaged_checkpoints,
 )
+from rl.trainer.run_report import ReportWriter, describe_launch
 from rl.trainer.run_summary import (
     format_check_command,
     format_resume_command,
