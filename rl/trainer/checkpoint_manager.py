@@ -81,20 +81,19 @@ def final_checkpoint(folder: Path, stage: str) -> Path:
     return folder / CHECKPOINTS_FOLDER / f"{stage}-final"
 
 
-def make_checkpoint_row(path: Path, kind: str, stage: str, step: int) -> dict[str, Any]:
-    """Return the row of a resumable checkpoint of kind "last" or "final"."""
-    row = {"name": path.name, "kind": kind, "stage": stage, "batch": step}
-    return {**row, "state_path": str(path), "sampler_path": str(path / "model")}
-
-
-def _make_best_row(
-    path: Path, stage: str, step: int, metric: str | None, value: float | None, value_head: bool
+def make_checkpoint_row(
+    path: Path, kind: str, stage: str, step: int, **figures: Any
 ) -> dict[str, Any]:
-    """Return the row of the best weights, which are no resumable checkpoint."""
-    row = {"name": path.name, "kind": "best", "stage": stage, "batch": step}
-    sampler_path = str(path / "model" if value_head else path)
-    figures = {"metric": metric, "value": value}
-    return {**row, **figures, "state_path": None, "sampler_path": sampler_path}
+    """Return the row of a checkpoint: a resumable one ("last" or "final"), or the "best" weights
+    with their metric and its value as `figures`.
+
+    Weights that were saved with a value head are in a folder of their own.
+    """
+    row = {"name": path.name, "kind": kind, "stage": stage, "batch": step, **figures}
+    if kind == "best":
+        weights = path / "model" if (path / "model").is_dir() else path
+        return {**row, "state_path": None, "sampler_path": str(weights)}
+    return {**row, "state_path": str(path), "sampler_path": str(path / "model")}
 
 
 def locate_checkpoint(folder: Path, row: Mapping[str, Any]) -> Path:
@@ -136,9 +135,8 @@ def scan_checkpoints(folder: Path, stages: Sequence[StageSteps]) -> list[dict[st
                 continue
             stage, step = stages[match[0]], match[1]
             if best:
-                metric, value = _read_best_metric(folder, stage, step)
-                value_head = (path / "model").is_dir()
-                rows.append(_make_best_row(path, stage.name, step, metric, value, value_head))
+                figures = _read_best_metric(folder, stage, step)
+                rows.append(make_checkpoint_row(path, "best", stage.name, step, **figures))
             elif not _contradicts_name(path, match[0], step - stage.first):
                 kind = "final" if path.name == f"{stage.name}-final" else "last"
                 rows.append(make_checkpoint_row(path, kind, stage.name, step))
@@ -158,10 +156,8 @@ def _contradicts_name(path: Path, stage: int, batches: int) -> bool:
     return True
 
 
-def _read_best_metric(
-    folder: Path, stage: StageSteps, step: int
-) -> tuple[str | None, float | None]:
-    """Return (metric, value) at a step; the value is None if metrics.jsonl lacks it.
+def _read_best_metric(folder: Path, stage: StageSteps, step: int) -> dict[str, Any]:
+    """Return the metric and its value at a step; the value is None if metrics.jsonl lacks it.
 
     If the reward does not report correctness, the reward itself selects the best weights.
     """
@@ -174,8 +170,8 @@ def _read_best_metric(
     for name in (stage.metric, "test/env/all/reward/total"):
         value = row.get(name) if name is not None else None
         if isinstance(value, (int, float)) and math.isfinite(value):
-            return name, float(value)
-    return stage.metric, None
+            return {"metric": name, "value": float(value)}
+    return {"metric": stage.metric, "value": None}
 
 
 def complete_checkpoint_list(
@@ -265,8 +261,8 @@ class CheckpointManager:
         name = f"{stage}-best-{step:06d}"
         # written by the run before it was resumed from an earlier step
         checkpoint_folder.remove_checkpoint(self.logbook.folder / WEIGHTS_FOLDER / name)
-        path = policy.save_weights_for_sampler(name, value_head=value_head).result().path
-        row = _make_best_row(Path(path), stage, step, metric, value, value_head)
+        path = Path(policy.save_weights_for_sampler(name, value_head=value_head).result().path)
+        row = make_checkpoint_row(path, "best", stage, step, metric=metric, value=value)
         self.logbook.add_checkpoint(row)
         resumable = [row["batch"] for row in self.logbook.checkpoints() if row["state_path"]]
         self._prune("best", 1, stage, after=max(resumable, default=-1))
