@@ -17,6 +17,8 @@ from rl.learner import read_learner_state
 from rl.reporting import CHECKPOINTS, Console, Logbook
 
 CHECKPOINTS_FOLDER, WEIGHTS_FOLDER = "checkpoints", "sampler_weights"
+# A row of checkpoints.jsonl: _ROW_TYPES, and sampler_path; of best weights also metric and value.
+CheckpointRow = dict[str, Any]
 _KIND_ORDER = {"best": 0, "last": 1, "final": 2}
 _ROW_TYPES: dict[str, Any] = {
     "name": str,
@@ -54,7 +56,7 @@ def read_stage_steps(stages: Sequence[Mapping[str, Any]]) -> list[StageSteps]:
     return result
 
 
-def read_checkpoint_list(folder: Path) -> list[dict[str, Any]]:
+def read_checkpoint_list(folder: Path) -> list[CheckpointRow]:
     """Return the rows of checkpoints.jsonl. Raises UserError if a row is invalid.
 
     A name that would lead to a path outside the folder is invalid.
@@ -83,7 +85,7 @@ def final_checkpoint(folder: Path, stage: str) -> Path:
 
 def make_checkpoint_row(
     path: Path, kind: str, stage: str, step: int, **figures: Any
-) -> dict[str, Any]:
+) -> CheckpointRow:
     """Return the row of a checkpoint: a resumable one ("last" or "final"), or the "best" weights
     with their metric and its value as `figures`.
 
@@ -96,7 +98,7 @@ def make_checkpoint_row(
     return {**row, "state_path": str(path), "sampler_path": str(path / "model")}
 
 
-def locate_checkpoint(folder: Path, row: Mapping[str, Any]) -> Path:
+def locate_checkpoint(folder: Path, row: CheckpointRow) -> Path:
     """Return the folder of a row's checkpoint, by name below the run's `folder`.
 
     The recorded path is not used: in a copied or moved run it is that of the original.
@@ -120,7 +122,7 @@ def match_checkpoint_name(
     return None
 
 
-def scan_checkpoints(folder: Path, stages: Sequence[StageSteps]) -> list[dict[str, Any]]:
+def scan_checkpoints(folder: Path, stages: Sequence[StageSteps]) -> list[CheckpointRow]:
     """Return a row for each checkpoint and best weights of the run in `folder`, oldest first.
 
     Nothing is written, and no checksums are verified (except where a state contradicts its name:
@@ -176,7 +178,7 @@ def _read_best_metric(folder: Path, stage: StageSteps, step: int) -> dict[str, A
 
 def complete_checkpoint_list(
     folder: Path, stages: Sequence[StageSteps]
-) -> tuple[list[dict[str, Any]], str | None]:
+) -> tuple[list[CheckpointRow], str | None]:
     """Return the rows of `scan_checkpoints` and the problem with checkpoints.jsonl (None if none).
 
     Metric values that only checkpoints.jsonl holds are added to the rows.
@@ -274,7 +276,7 @@ class CheckpointManager:
             self.logbook.remove_checkpoint(row["name"])
             checkpoint_folder.remove_checkpoint(locate_checkpoint(self.logbook.folder, row))
 
-    def _list_rows(self, kind: str, stage: str | None = None) -> list[dict[str, Any]]:
+    def _list_rows(self, kind: str, stage: str | None = None) -> list[CheckpointRow]:
         """Return the rows of a kind (and stage)."""
         return [
             row
@@ -284,8 +286,8 @@ class CheckpointManager:
 
     @staticmethod
     def find_newest_intact(
-        folder: Path, rows: list[dict[str, Any]], console: Console
-    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        folder: Path, rows: list[CheckpointRow], console: Console
+    ) -> tuple[CheckpointRow, dict[str, Any]] | None:
         """Return (row, state) of the newest intact checkpoint; None if none is.
 
         Damaged checkpoints are skipped with a warning.

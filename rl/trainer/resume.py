@@ -15,7 +15,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from rl.trainer.checkpoint_manager import (
     CHECKPOINTS_FOLDER,
     WEIGHTS_FOLDER,
     CheckpointManager,
+    CheckpointRow,
     StageSteps,
     complete_checkpoint_list,
     final_checkpoint,
@@ -97,8 +98,8 @@ class ResumePoint:
     stage_ended: bool = False
     loop_state: Mapping[str, Any] | None = None
     run_id: str | None = None
-    rows: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
-    stale: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    rows: Sequence[CheckpointRow] = ()
+    stale: Sequence[CheckpointRow] = ()
     run: RunConfig | None = None
     notes: Sequence[Mapping[str, Any]] = ()
     changed: Sequence[Mapping[str, Any]] = ()
@@ -173,7 +174,7 @@ def _start_from_beginning(
     run: RunConfig,
     folder: Path,
     config: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[CheckpointRow],
     console: Console,
 ) -> ResumePoint:
     notes: list[dict[str, Any]] = []
@@ -206,7 +207,7 @@ def _apply_changed_settings(loop: dict[str, Any], notes: Sequence[Mapping[str, A
 
 
 def _read_loop_state(
-    state: Mapping[str, Any], stages: Sequence[StageSteps], path: Path, row: Mapping[str, Any]
+    state: Mapping[str, Any], stages: Sequence[StageSteps], path: Path, row: CheckpointRow
 ) -> dict[str, Any]:
     """Return the loop state of a checkpoint. Raises RunFolderError if it contradicts the
     checkpoint's name or the run's stages.
@@ -222,7 +223,7 @@ def _read_loop_state(
 
 
 def _find_contradiction(
-    loop: Any, stages: Sequence[StageSteps], path: Path, row: Mapping[str, Any]
+    loop: Any, stages: Sequence[StageSteps], path: Path, row: CheckpointRow
 ) -> str | None:
     """Return what contradicts the checkpoint's name or the run's stages in a loop state. Add
     `first_step`, which older checkpoints lack.
@@ -250,8 +251,8 @@ def _find_contradiction(
 def _check_no_conflicts(
     folder: Path,
     stages: Sequence[StageSteps],
-    kept_rows: Sequence[Mapping[str, Any]],
-    stale_rows: Sequence[Mapping[str, Any]],
+    kept_rows: Sequence[CheckpointRow],
+    stale_rows: Sequence[CheckpointRow],
     step: int,
 ) -> None:
     """Raise RunFolderError if a foreign file or folder has a name that the run is going to write
