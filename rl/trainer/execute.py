@@ -139,10 +139,10 @@ def execute(
         on_begin()
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(console.warn)
-        run_state.run_id = _claim_run_folder(run, folder, position, origins, stages)
+        run_state.claim_folder(origins)
         policy = run_state.models.policy
         print_introduction(run, folder, policy, console, stages)
-        _print_origins(run, origins, console)
+        run_state.print_origins(origins)
         launch = describe_launch(max(0, position.step), policy.info, plans)
         del policy  # a stage frees its models
         report = stack.enter_context(
@@ -154,7 +154,7 @@ def execute(
                 exceeds_grace=stop_request.exceeds_grace,
             )
         )
-        logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
+        logbook = stack.enter_context(run_state.open_logbook(lock))
         if options.reward_check and not options.resume:
             check_rewards_at_start(
                 stages, folder, console, format_check_command(folder, run.stages)
@@ -170,15 +170,6 @@ def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> li
     return check_memory(sized, console.warn)
 
 
-def _print_origins(run: RunConfig, origins: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print lines about the weights that the run starts from."""
-    hints = [] if run.options.resume else describe_random_weights(run.stages)
-    for origin in origins:
-        console.note(f"stage {origin['stage']} begins from {origin['from']}: {origin['how']}")
-    for text in (*describe_tied_heads(run), *hints):
-        console.note(text)
-
-
 def _prepare_stages(run: RunConfig, console: Console, stack: ExitStack) -> list[PreparedStage]:
     """Return the prepared stages, whose scorers `stack` closes, and print their remarks."""
     stages = prepare_stages(run.stages, stack)
@@ -186,37 +177,6 @@ def _prepare_stages(run: RunConfig, console: Console, stack: ExitStack) -> list[
         for text in prepared.remarks:
             console.warn(text)
     return stages
-
-
-def _claim_run_folder(
-    run: RunConfig,
-    folder: Path,
-    position: ResumePoint,
-    origins: Sequence[Mapping[str, Any]],
-    stages: Sequence[PreparedStage],
-) -> str:
-    """Write config.json and remove damaged checkpoints. Return the run's id."""
-    options = run.options
-    record = {
-        RUN_ID_KEY: position.run_id or uuid.uuid4().hex,
-        ORIGINS_KEY: origins,
-        CHANGES_KEY: [*position.changed, *position.notes],
-        LAUNCH_FOLDER_KEY: str(Path.cwd()),
-    }
-    config = {**resolve_config(run), **record, **describe_prepared(stages)}
-    if options.resume:
-        check_claim_folder(folder, resume=True, overwrite=options.overwrite)
-    else:
-        claim_folder(folder, config, overwrite=options.overwrite)
-    remove_damaged_checkpoints(folder, position)
-    if options.resume:
-        recorded = load_saved_config(folder)
-        # a run resumed by its folder only names no recipe
-        config["recipe"] = run.recipe or recorded.get("recipe")
-        config = record_resumed_files(recorded, config)
-        # update the config after a corrected recipe, or of a run older than run ids
-        write_config(folder, config)
-    return config[RUN_ID_KEY]
 
 
 def resolve_run_folder(run: RunConfig) -> Path:
@@ -236,22 +196,6 @@ def _resume_if_started(run: RunConfig, folder: Path) -> RunConfig:
     if not run.options.auto_resume or not contains_run(folder) or not has_steps(folder):
         return run
     return replace(run, options=replace(run.options, resume=True))
-
-
-def _open_logbook(
-    run: RunConfig, folder: Path, position: ResumePoint, console: Console, lock: RunLock
-) -> Logbook:
-    """Return the run's logbook, truncated to the step from which the run resumes."""
-    return Logbook(
-        folder,
-        resume_step=position.step if run.options.resume else None,
-        trackers=run.options.tracker_names,
-        tracker_project=run.options.wandb_project or run.options.tracker_project,
-        config=resolve_config(run),
-        console=console,
-        checkpoints=position.rows,
-        guard=lock.check_held,
-    )
 
 
 @dataclass
@@ -276,6 +220,54 @@ class RunState:
         # a stage has not ended if all batches are trained but its final checkpoint is missing
         self.index = self.position.stage + self.position.stage_ended
         self.steps = read_stage_steps(resolve_config(self.run)["stages"])
+
+    def claim_folder(self, origins: Sequence[Mapping[str, Any]]) -> None:
+        """Write config.json and remove damaged checkpoints. `origins`: the sources of the stages'
+        initial weights.
+        """
+        run, folder, position, options = self.run, self.folder, self.position, self.run.options
+        self.run_id = position.run_id or uuid.uuid4().hex
+        record = {
+            RUN_ID_KEY: self.run_id,
+            ORIGINS_KEY: origins,
+            CHANGES_KEY: [*position.changed, *position.notes],
+            LAUNCH_FOLDER_KEY: str(Path.cwd()),
+        }
+        config = {**resolve_config(run), **record, **describe_prepared(self.stages)}
+        if options.resume:
+            check_claim_folder(folder, resume=True, overwrite=options.overwrite)
+        else:
+            claim_folder(folder, config, overwrite=options.overwrite)
+        remove_damaged_checkpoints(folder, position)
+        if options.resume:
+            recorded = load_saved_config(folder)
+            # a run resumed by its folder only names no recipe
+            config["recipe"] = run.recipe or recorded.get("recipe")
+            # update the config after a corrected recipe, or of a run older than run ids
+            write_config(folder, record_resumed_files(recorded, config))
+
+    def print_origins(self, origins: Sequence[Mapping[str, Any]]) -> None:
+        """Print lines about the weights that the run starts from."""
+        note = self.console.note
+        for origin in origins:
+            note(f"stage {origin['stage']} begins from {origin['from']}: {origin['how']}")
+        hints = [] if self.run.options.resume else describe_random_weights(self.run.stages)
+        for text in (*describe_tied_heads(self.run), *hints):
+            note(text)
+
+    def open_logbook(self, lock: RunLock) -> Logbook:
+        """Return the run's logbook, truncated to the step from which the run resumes."""
+        options = self.run.options
+        return Logbook(
+            self.folder,
+            resume_step=self.position.step if options.resume else None,
+            trackers=options.tracker_names,
+            tracker_project=options.wandb_project or options.tracker_project,
+            config=resolve_config(self.run),
+            console=self.console,
+            checkpoints=self.position.rows,
+            guard=lock.check_held,
+        )
 
     @property
     def finished(self) -> bool:
