@@ -12,8 +12,8 @@ without a trace of the interruption.
     reward_check.json        what the rewards pay for: rl.trainer.preflight
     curves.png               drawn at the end (and by plot.py at any time)
     wandb/, wandb_id.txt     of each tracker: its files, and the id under which it resumes
-    report.html              written at evaluations and at the end: rl.trainer.report_writer
-    launches.jsonl           a line a launch: versions, devices, memory: rl.trainer.report_writer
+    report.html              written at evaluations and at the end: rl.trainer.run_report
+    launches.jsonl           a line a launch: versions, devices, memory: rl.trainer.run_report
     run.lock                 while a process works in the folder: see rl.processes.run_lock
     logs/                    logs of the launcher (slurm/job.sh); never touched by this module
 

@@ -17,6 +17,8 @@ from rl.learner import read_learner_state
 from rl.reporting import CHECKPOINTS, Console, Logbook
 
 CHECKPOINTS_FOLDER, WEIGHTS_FOLDER = "checkpoints", "sampler_weights"
+# A row of checkpoints.jsonl: _ROW_TYPES, and sampler_path; of best weights also metric and value.
+CheckpointRow = dict[str, Any]
 _KIND_ORDER = {"best": 0, "last": 1, "final": 2}
 _ROW_TYPES: dict[str, Any] = {
     "name": str,
@@ -54,7 +56,7 @@ def read_stage_steps(stages: Sequence[Mapping[str, Any]]) -> list[StageSteps]:
     return result
 
 
-def read_checkpoint_list(folder: Path) -> list[dict[str, Any]]:
+def read_checkpoint_list(folder: Path) -> list[CheckpointRow]:
     """Return the rows of checkpoints.jsonl. Raises UserError if a row is invalid.
 
     A name that would lead to a path outside the folder is invalid.
@@ -76,23 +78,27 @@ def read_checkpoint_list(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def make_checkpoint_row(path: Path, kind: str, stage: str, step: int) -> dict[str, Any]:
-    """Return the row of a resumable checkpoint of kind "last" or "final"."""
-    row = {"name": path.name, "kind": kind, "stage": stage, "batch": step}
+def final_checkpoint(folder: Path, stage: str) -> Path:
+    """Return the path of the final checkpoint of a stage of the run in `folder`."""
+    return folder / CHECKPOINTS_FOLDER / f"{stage}-final"
+
+
+def make_checkpoint_row(
+    path: Path, kind: str, stage: str, step: int, **figures: Any
+) -> CheckpointRow:
+    """Return the row of a checkpoint: a resumable one ("last" or "final"), or the "best" weights
+    with their metric and its value as `figures`.
+
+    Weights that were saved with a value head are in a folder of their own.
+    """
+    row = {"name": path.name, "kind": kind, "stage": stage, "batch": step, **figures}
+    if kind == "best":
+        weights = path / "model" if (path / "model").is_dir() else path
+        return {**row, "state_path": None, "sampler_path": str(weights)}
     return {**row, "state_path": str(path), "sampler_path": str(path / "model")}
 
 
-def _make_best_row(
-    path: Path, stage: str, step: int, metric: str | None, value: float | None, value_head: bool
-) -> dict[str, Any]:
-    """Return the row of the best weights, which are no resumable checkpoint."""
-    row = {"name": path.name, "kind": "best", "stage": stage, "batch": step}
-    sampler_path = str(path / "model" if value_head else path)
-    figures = {"metric": metric, "value": value}
-    return {**row, **figures, "state_path": None, "sampler_path": sampler_path}
-
-
-def locate_checkpoint(folder: Path, row: Mapping[str, Any]) -> Path:
+def locate_checkpoint(folder: Path, row: CheckpointRow) -> Path:
     """Return the folder of a row's checkpoint, by name below the run's `folder`.
 
     The recorded path is not used: in a copied or moved run it is that of the original.
@@ -116,35 +122,27 @@ def match_checkpoint_name(
     return None
 
 
-def scan_checkpoints(folder: Path, stages: Sequence[StageSteps]) -> list[dict[str, Any]]:
+def scan_checkpoints(folder: Path, stages: Sequence[StageSteps]) -> list[CheckpointRow]:
     """Return a row for each checkpoint and best weights of the run in `folder`, oldest first.
 
     Nothing is written, and no checksums are verified (except where a state contradicts its name:
     such a checkpoint was copied here).
     """
     rows = []
-    for path in _list_folders(folder / CHECKPOINTS_FOLDER):
-        if (match := match_checkpoint_name(path.name, stages)) is not None:
-            index, step = match
-            stage = stages[index]
-            if not _contradicts_name(path, index, step - stage.first):
+    for parent, best in ((folder / CHECKPOINTS_FOLDER, False), (folder / WEIGHTS_FOLDER, True)):
+        for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+            match = match_checkpoint_name(path.name, stages, best=best)
+            is_checkpoint = path.is_dir() and checkpoint_folder.is_checkpoint_name(path.name)
+            if match is None or not is_checkpoint:
+                continue
+            stage, step = stages[match[0]], match[1]
+            if best:
+                figures = _read_best_metric(folder, stage, step)
+                rows.append(make_checkpoint_row(path, "best", stage.name, step, **figures))
+            elif not _contradicts_name(path, match[0], step - stage.first):
                 kind = "final" if path.name == f"{stage.name}-final" else "last"
                 rows.append(make_checkpoint_row(path, kind, stage.name, step))
-    for path in _list_folders(folder / WEIGHTS_FOLDER):
-        if (match := match_checkpoint_name(path.name, stages, best=True)) is not None:
-            stage, step = stages[match[0]], match[1]
-            metric, value = _read_best_metric(folder, stage, step)
-            value_head = (path / "model").is_dir()
-            rows.append(_make_best_row(path, stage.name, step, metric, value, value_head))
     return sorted(rows, key=lambda row: (row["batch"], _KIND_ORDER[row["kind"]]))
-
-
-def _list_folders(parent: Path) -> list[Path]:
-    """Return the folders in `parent` with valid checkpoint names, sorted."""
-    paths = sorted(parent.iterdir()) if parent.is_dir() else []
-    return [
-        path for path in paths if path.is_dir() and checkpoint_folder.is_checkpoint_name(path.name)
-    ]
 
 
 def _contradicts_name(path: Path, stage: int, batches: int) -> bool:
@@ -160,10 +158,8 @@ def _contradicts_name(path: Path, stage: int, batches: int) -> bool:
     return True
 
 
-def _read_best_metric(
-    folder: Path, stage: StageSteps, step: int
-) -> tuple[str | None, float | None]:
-    """Return (metric, value) at a step; the value is None if metrics.jsonl lacks it.
+def _read_best_metric(folder: Path, stage: StageSteps, step: int) -> dict[str, Any]:
+    """Return the metric and its value at a step; the value is None if metrics.jsonl lacks it.
 
     If the reward does not report correctness, the reward itself selects the best weights.
     """
@@ -176,13 +172,13 @@ def _read_best_metric(
     for name in (stage.metric, "test/env/all/reward/total"):
         value = row.get(name) if name is not None else None
         if isinstance(value, (int, float)) and math.isfinite(value):
-            return name, float(value)
-    return stage.metric, None
+            return {"metric": name, "value": float(value)}
+    return {"metric": stage.metric, "value": None}
 
 
 def complete_checkpoint_list(
     folder: Path, stages: Sequence[StageSteps]
-) -> tuple[list[dict[str, Any]], str | None]:
+) -> tuple[list[CheckpointRow], str | None]:
     """Return the rows of `scan_checkpoints` and the problem with checkpoints.jsonl (None if none).
 
     Metric values that only checkpoints.jsonl holds are added to the rows.
@@ -267,8 +263,8 @@ class CheckpointManager:
         name = f"{stage}-best-{step:06d}"
         # written by the run before it was resumed from an earlier step
         checkpoint_folder.remove_checkpoint(self.logbook.folder / WEIGHTS_FOLDER / name)
-        path = policy.save_weights_for_sampler(name, value_head=value_head).result().path
-        row = _make_best_row(Path(path), stage, step, metric, value, value_head)
+        path = Path(policy.save_weights_for_sampler(name, value_head=value_head).result().path)
+        row = make_checkpoint_row(path, "best", stage, step, metric=metric, value=value)
         self.logbook.add_checkpoint(row)
         resumable = [row["batch"] for row in self.logbook.checkpoints() if row["state_path"]]
         self._prune("best", 1, stage, after=max(resumable, default=-1))
@@ -280,7 +276,7 @@ class CheckpointManager:
             self.logbook.remove_checkpoint(row["name"])
             checkpoint_folder.remove_checkpoint(locate_checkpoint(self.logbook.folder, row))
 
-    def _list_rows(self, kind: str, stage: str | None = None) -> list[dict[str, Any]]:
+    def _list_rows(self, kind: str, stage: str | None = None) -> list[CheckpointRow]:
         """Return the rows of a kind (and stage)."""
         return [
             row
@@ -290,8 +286,8 @@ class CheckpointManager:
 
     @staticmethod
     def find_newest_intact(
-        folder: Path, rows: list[dict[str, Any]], console: Console
-    ) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        folder: Path, rows: list[CheckpointRow], console: Console
+    ) -> tuple[CheckpointRow, dict[str, Any]] | None:
         """Return (row, state) of the newest intact checkpoint; None if none is.
 
         Damaged checkpoints are skipped with a warning.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,7 @@ from rl.reporting import (
     load_saved_config,
     write_config,
 )
-from rl.trainer.checkpoint_manager import CheckpointManager
-from rl.trainer.config_diff import (
-    CHANGES_KEY,
-    check_replay,
-    check_replay_sampler,
-    includes_data_change,
-    list_replay_differences,
-)
+from rl.trainer.checkpoint_manager import CheckpointManager, final_checkpoint, read_stage_steps
 from rl.trainer.initial_weights import (
     ORIGINS_KEY,
     check_initial_weights,
@@ -58,18 +52,19 @@ from rl.trainer.preflight import (
     dry_run,
     prepare_stages,
 )
-from rl.trainer.report_writer import ReportWriter, describe_launch
 from rl.trainer.resume import (
+    CHANGES_KEY,
     RUN_ID_KEY,
     ResumePoint,
     check_final_checkpoints,
     check_same_data,
     find_resume_point,
+    includes_data_change,
     make_identity,
     remove_damaged_checkpoints,
 )
+from rl.trainer.run_report import ReportWriter, describe_launch
 from rl.trainer.run_summary import (
-    StagePaths,
     format_check_command,
     format_resume_command,
     print_introduction,
@@ -83,8 +78,14 @@ from rl.trainer.stage_data import (
     describe_prepared,
     load_stored_answers,
 )
-from rl.trainer.stage_models import OpponentModels, StageModelFactory, make_policy, stage_renderer
-from rl.trainer.stage_sampling import ReplayLog, StageContext
+from rl.trainer.stage_models import OpponentModels, StageModelFactory, stage_renderer
+from rl.trainer.stage_sampling import (
+    ReplayLog,
+    StageContext,
+    check_replay,
+    check_replay_sampler,
+    list_replay_differences,
+)
 from rl.trainer.trainer import Trainer, describe_nonfinite
 from rl.trainer.training_loop import train
 
@@ -138,10 +139,10 @@ def execute(
         on_begin()
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(console.warn)
-        run_state.run_id = _claim_run_folder(run, folder, position, origins, stages)
+        run_state.claim_folder(origins)
         policy = run_state.models.policy
         print_introduction(run, folder, policy, console, stages)
-        _print_origins(run, origins, console)
+        run_state.print_origins(origins)
         launch = describe_launch(max(0, position.step), policy.info, plans)
         del policy  # a stage frees its models
         report = stack.enter_context(
@@ -153,7 +154,7 @@ def execute(
                 exceeds_grace=stop_request.exceeds_grace,
             )
         )
-        logbook = stack.enter_context(_open_logbook(run, folder, position, console, lock))
+        logbook = stack.enter_context(run_state.open_logbook(lock))
         if options.reward_check and not options.resume:
             check_rewards_at_start(
                 stages, folder, console, format_check_command(folder, run.stages)
@@ -169,15 +170,6 @@ def _plan_memory(run: RunConfig, service: ServiceClient, console: Console) -> li
     return check_memory(sized, console.warn)
 
 
-def _print_origins(run: RunConfig, origins: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print lines about the weights that the run starts from."""
-    hints = [] if run.options.resume else describe_random_weights(run.stages)
-    for origin in origins:
-        console.note(f"stage {origin['stage']} begins from {origin['from']}: {origin['how']}")
-    for text in (*describe_tied_heads(run), *hints):
-        console.note(text)
-
-
 def _prepare_stages(run: RunConfig, console: Console, stack: ExitStack) -> list[PreparedStage]:
     """Return the prepared stages, whose scorers `stack` closes, and print their remarks."""
     stages = prepare_stages(run.stages, stack)
@@ -185,37 +177,6 @@ def _prepare_stages(run: RunConfig, console: Console, stack: ExitStack) -> list[
         for text in prepared.remarks:
             console.warn(text)
     return stages
-
-
-def _claim_run_folder(
-    run: RunConfig,
-    folder: Path,
-    position: ResumePoint,
-    origins: Sequence[Mapping[str, Any]],
-    stages: Sequence[PreparedStage],
-) -> str:
-    """Write config.json and remove damaged checkpoints. Return the run's id."""
-    options = run.options
-    record = {
-        RUN_ID_KEY: position.run_id or uuid.uuid4().hex,
-        ORIGINS_KEY: origins,
-        CHANGES_KEY: [*position.changed, *position.notes],
-        LAUNCH_FOLDER_KEY: str(Path.cwd()),
-    }
-    config = {**resolve_config(run), **record, **describe_prepared(stages)}
-    if options.resume:
-        check_claim_folder(folder, resume=True, overwrite=options.overwrite)
-    else:
-        claim_folder(folder, config, overwrite=options.overwrite)
-    remove_damaged_checkpoints(folder, position)
-    if options.resume:
-        recorded = load_saved_config(folder)
-        # a run resumed by its folder only names no recipe
-        config["recipe"] = run.recipe or recorded.get("recipe")
-        config = record_resumed_files(recorded, config)
-        # update the config after a corrected recipe, or of a run older than run ids
-        write_config(folder, config)
-    return config[RUN_ID_KEY]
 
 
 def resolve_run_folder(run: RunConfig) -> Path:
@@ -237,41 +198,76 @@ def _resume_if_started(run: RunConfig, folder: Path) -> RunConfig:
     return replace(run, options=replace(run.options, resume=True))
 
 
-def _open_logbook(
-    run: RunConfig, folder: Path, position: ResumePoint, console: Console, lock: RunLock
-) -> Logbook:
-    """Return the run's logbook, truncated to the step from which the run resumes."""
-    return Logbook(
-        folder,
-        resume_step=position.step if run.options.resume else None,
-        trackers=run.options.tracker_names,
-        tracker_project=run.options.wandb_project or run.options.tracker_project,
-        config=resolve_config(run),
-        console=console,
-        checkpoints=position.rows,
-        guard=lock.check_held,
-    )
+@dataclass
+class RunState:
+    """Track the stages of a run: `index` is the current stage, beginning at `position`.
 
+    `models` are those of the current stage, and `run_id` of a new run is set when its folder is
+    claimed.
+    """
 
-class RunState(StagePaths):
-    """Track the stages of a run: `index` is the current stage, beginning at `position`."""
+    run: RunConfig
+    folder: Path
+    stages: Sequence[PreparedStage]
+    position: ResumePoint
+    service: ServiceClient
+    console: Console
+    stop_request: StopRequest
 
-    def __init__(
-        self,
-        run: RunConfig,
-        folder: Path,
-        stages: Sequence[PreparedStage],
-        position: ResumePoint,
-        service: ServiceClient,
-        console: Console,
-        stop_request: StopRequest,
-    ):
-        self.run, self.folder, self.stages, self.position = run, folder, stages, position
-        self.service, self.console, self.stop_request = service, console, stop_request
-        self.models: Models  # of the current stage
-        self.run_id = position.run_id  # of a new run: set when its folder is claimed
+    def __post_init__(self) -> None:
+        self.models: Models
+        self.run_id = self.position.run_id
         # a stage has not ended if all batches are trained but its final checkpoint is missing
-        self.index = position.stage + position.stage_ended
+        self.index = self.position.stage + self.position.stage_ended
+        self.steps = read_stage_steps(resolve_config(self.run)["stages"])
+
+    def claim_folder(self, origins: Sequence[Mapping[str, Any]]) -> None:
+        """Write config.json and remove damaged checkpoints. `origins`: the sources of the stages'
+        initial weights.
+        """
+        run, folder, position, options = self.run, self.folder, self.position, self.run.options
+        self.run_id = position.run_id or uuid.uuid4().hex
+        record = {
+            RUN_ID_KEY: self.run_id,
+            ORIGINS_KEY: origins,
+            CHANGES_KEY: [*position.changed, *position.notes],
+            LAUNCH_FOLDER_KEY: str(Path.cwd()),
+        }
+        config = {**resolve_config(run), **record, **describe_prepared(self.stages)}
+        if options.resume:
+            check_claim_folder(folder, resume=True, overwrite=options.overwrite)
+        else:
+            claim_folder(folder, config, overwrite=options.overwrite)
+        remove_damaged_checkpoints(folder, position)
+        if options.resume:
+            recorded = load_saved_config(folder)
+            # a run resumed by its folder only names no recipe
+            config["recipe"] = run.recipe or recorded.get("recipe")
+            # update the config after a corrected recipe, or of a run older than run ids
+            write_config(folder, record_resumed_files(recorded, config))
+
+    def print_origins(self, origins: Sequence[Mapping[str, Any]]) -> None:
+        """Print lines about the weights that the run starts from."""
+        note = self.console.note
+        for origin in origins:
+            note(f"stage {origin['stage']} begins from {origin['from']}: {origin['how']}")
+        hints = [] if self.run.options.resume else describe_random_weights(self.run.stages)
+        for text in (*describe_tied_heads(self.run), *hints):
+            note(text)
+
+    def open_logbook(self, lock: RunLock) -> Logbook:
+        """Return the run's logbook, truncated to the step from which the run resumes."""
+        options = self.run.options
+        return Logbook(
+            self.folder,
+            resume_step=self.position.step if options.resume else None,
+            trackers=options.tracker_names,
+            tracker_project=options.wandb_project or options.tracker_project,
+            config=resolve_config(self.run),
+            console=self.console,
+            checkpoints=self.position.rows,
+            guard=lock.check_held,
+        )
 
     @property
     def finished(self) -> bool:
@@ -282,13 +278,6 @@ class RunState(StagePaths):
     def resumes_here(self) -> bool:
         """Return whether the current stage resumes from a checkpoint of itself."""
         return self.position.state_path is not None and self.index == self.position.stage
-
-    def first_step(self, index: int) -> int:
-        """Return the run's step count before a stage.
-
-        A step is reserved between stages for the evaluation before the first step.
-        """
-        return sum(prepared.plan.settings.loop.steps + 1 for prepared in self.stages[:index])
 
     def check_stages(self) -> None:
         """Raise UserError if a needed final checkpoint is missing or a later stage cannot begin."""
@@ -307,49 +296,45 @@ class RunState(StagePaths):
 
         Raises UserError if the data differ from those that the checkpoint was trained on.
         """
-        index = min(self.index, len(self.stages) - 1)
-        prepared, seed = self.stages[index], self.run.options.seed
-        plan, before = prepared.plan, find_previous_stage(self.run.stages, index)
-        # None: the stage begins from a base model
-        previous = None if before is None else self.final_path(before)
-        method, model = METHODS.create(plan), plan.settings.model
-        if not self.finished:
-            self._load_rows_of_stage(prepared)
-        resume_from = self.position.state_path if self.resumes_here or self.finished else None
-        policy = make_policy(
-            self.service, model, previous, resume_from, seed, value_head=method.value_head
-        )
+        resume_from = self.position.state_path
         if self.finished:
+            assert resume_from is not None
+            policy = self.service.create_training_client_from_state_with_optimizer(resume_from)
             return Models(policy)
-        renderer = stage_renderer(policy, plan.settings)
-        check_rows(prepared, policy, renderer)
+        prepared = self.stages[self.index]
+        plan = prepared.plan
+        self._load_rows_of_stage(prepared)
+        factory = StageModelFactory.open_stage(
+            self.service,
+            self.run.stages,
+            self.index,
+            partial(final_checkpoint, self.folder),
+            self.run.options.seed,
+            resume_from if self.resumes_here else None,
+        )
+        assert factory.renderer is not None
+        check_rows(prepared, factory.policy, factory.renderer)
         loop_state = self.position.loop_state
         # `prepared.problems` has only the rows that were not skipped
         if self.resumes_here and loop_state and not includes_data_change(self.position.notes):
             check_same_data(
                 loop_state.get("run"), prepared.problems, plan.name, str(self.position.state_path)
             )
-        earlier = {
-            stage.name: self.final_path(i) for i, stage in enumerate(self.run.stages[:index])
-        }
-        tags = prepared.problems.tags
-        factory = StageModelFactory(
-            self.service, policy, model, previous, earlier, seed, resume_from, tags, renderer
-        )
-        others = method.make_models(factory)
+        factory.tags = prepared.problems.tags
+        others = METHODS.create(plan).make_models(factory)
         if prepared.environment is not None:
             environment, env = prepared.environment.make(), plan.settings.env
             opponents = OpponentModels(environment, env, factory, self.folder, plan.name)
             others = {**others, "opponents": opponents}
-        return Models(policy, others)
+        return Models(factory.policy, others)
 
     def _load_rows_of_stage(self, prepared: PreparedStage) -> None:
         """Load the rows of a stage that an earlier stage has written."""
         if prepared.source_stage is None or prepared.rows is not None:
             return
-        first = self.first_step(prepared.source_stage)
-        loop = self.stages[prepared.source_stage].plan.settings.loop
-        steps = range(first + 1, first + loop.steps + 1, loop.rollouts_every)
+        source = self.steps[prepared.source_stage]
+        every = self.run.stages[prepared.source_stage].settings.loop.rollouts_every
+        steps = range(source.first + 1, source.first + source.steps + 1, every)
         prepared.rows = load_stored_answers(prepared.plan, self.folder, steps)
 
     def create_trainer(
@@ -380,7 +365,7 @@ class RunState(StagePaths):
             renderer=stage_renderer(self.models.policy, plan.settings),
             scorer=prepared.scorer,
             run_seed=options.seed,
-            first_step=self.first_step(self.index),
+            first_step=self.steps[self.index].first,
             logbook=logbook,
             console=self.console,
             checkpoints=checkpoints,
@@ -430,4 +415,4 @@ class RunState(StagePaths):
             self.index += 1
             if not self.finished:
                 self.models = self.create_models()
-        print_summary(self, self.console)
+        print_summary(self.run, self.folder, self.console)

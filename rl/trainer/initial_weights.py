@@ -39,23 +39,6 @@ ORIGINS_KEY = (
 _TINY_MODEL_RATE = 1e-4
 
 
-def begins_from_base_model(stages: Sequence[StageConfig], index: int) -> bool:
-    """Return whether a stage begins from a base model and not from an earlier stage.
-
-    That holds for the first stage, and for a stage that names a base model different from those of
-    the stages before it. A model named for all stages (at a recipe's top level or on the command
-    line) is the base model of the first. The name of an earlier stage is no base model: see
-    `find_previous_stage`.
-    """
-    default, earlier = ModelSettings().base_model, [stage.name for stage in stages[:index]]
-    base_model = stages[index].settings.model.base_model
-    earlier_models = [
-        stages[i].settings.model.base_model for i in _continuable_stages(stages, index)
-    ]
-    named_models = [base for base in earlier_models if base != default and base not in earlier]
-    return not earlier_models or base_model not in (default, *named_models[-1:], *earlier)
-
-
 def _continuable_stages(stages: Sequence[StageConfig], index: int) -> list[int]:
     """Return the indices of the stages from which a stage may continue.
 
@@ -72,14 +55,21 @@ def _continuable_stages(stages: Sequence[StageConfig], index: int) -> list[int]:
 def find_previous_stage(stages: Sequence[StageConfig], index: int) -> int | None:
     """Return the index of the stage from which a stage takes its initial weights.
 
-    It is the stage named as base_model, else the previous stage; a policy skips reward models.
-    None if the stage begins from a base model.
+    It is the stage named as base_model, else the previous stage; a policy skips reward models. None
+    if the stage begins from a base model. That holds for the first stage, and for a stage that
+    names a base model different from those of the stages before it. A model named for all stages
+    (at a recipe's top level or on the command line) is the base model of the first.
     """
-    earlier = [stage.name for stage in stages[:index]]
+    default, earlier = ModelSettings().base_model, [stage.name for stage in stages[:index]]
     base_model = stages[index].settings.model.base_model
     if base_model in earlier:
         return earlier.index(base_model)
-    return None if begins_from_base_model(stages, index) else _continuable_stages(stages, index)[-1]
+    continuable = _continuable_stages(stages, index)
+    earlier_models = [stages[i].settings.model.base_model for i in continuable]
+    named_models = [base for base in earlier_models if base != default and base not in earlier]
+    if continuable and base_model in (default, *named_models[-1:]):
+        return continuable[-1]
+    return None
 
 
 def check_initial_weights(stages: Sequence[StageConfig]) -> None:
@@ -112,7 +102,8 @@ def describe_random_weights(stages: Sequence[StageConfig]) -> list[str]:
     for i, plan in enumerate(stages):
         base = plan.settings.model.base_model
         needs_reward = METHODS.create(plan).needs_reward
-        if not (base.startswith("tiny:") and needs_reward and begins_from_base_model(stages, i)):
+        begins_anew = find_previous_stage(stages, i) is None
+        if not (base.startswith("tiny:") and needs_reward and begins_anew):
             continue
         rate = getattr(plan.settings, "learning_rate", None)  # a user's method may have none
         advice = "train it with sft first (docs/models.md#tiny-models)"

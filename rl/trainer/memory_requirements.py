@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -458,13 +459,10 @@ def choose_cache_size(run: RunConfig) -> RunConfig:
 
     A run that cannot be planned, and a run on CPUs, has the default size.
     """
-    if not torch.cuda.is_available():
-        return set_cache_size(run, DEFAULT_CACHE_TOKENS)
-    launch, device = resolve_launch(run)
-    try:
-        return fit_cache_size(run, launch, device)
-    except UserError:  # reported where the run is checked
-        return set_cache_size(run, DEFAULT_CACHE_TOKENS)
+    if torch.cuda.is_available():
+        with suppress(UserError):  # reported where the run is checked
+            return fit_cache_size(run, *resolve_launch(run))
+    return set_cache_size(run, DEFAULT_CACHE_TOKENS)
 
 
 def fit_cache_size(run: RunConfig, launch: LaunchShape, device: DeviceMemory) -> RunConfig:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -36,9 +35,8 @@ from rl.models import (
 )
 from rl.reporting import REWARD_CHECK, Console
 from rl.sanitize import describe_error
-from rl.trainer.initial_weights import find_base_model, find_previous_stage
+from rl.trainer.initial_weights import find_base_model
 from rl.trainer.reward_probe import RewardProbeResult, format_probe_table, probe_reward
-from rl.trainer.saved_weights import SavedWeights
 from rl.trainer.stage_data import (
     PreparedStage,
     check_rows,
@@ -46,7 +44,7 @@ from rl.trainer.stage_data import (
     make_scorer,
     prepare_stage,
 )
-from rl.trainer.stage_models import StageModelFactory, make_api_judge, make_policy, stage_renderer
+from rl.trainer.stage_models import StageModelFactory, make_api_judge, stage_renderer
 from rl.types import LoraConfig, Problem
 
 if TYPE_CHECKING:
@@ -83,12 +81,12 @@ class OutlineService:
 
     def __init__(self, stages: Sequence[StageConfig]):
         self._stages = stages
-        self._indices = {self.checkpoint_of(stage.name): i for i, stage in enumerate(stages)}
+        self._indices = {str(self.checkpoint_of(stage.name)): i for i, stage in enumerate(stages)}
 
     @staticmethod
-    def checkpoint_of(stage: str) -> str:
+    def checkpoint_of(stage: str) -> Path:
         """Return the path that stands for the final checkpoint of a stage."""
-        return f"stage:{stage}"
+        return Path(f"stage:{stage}")
 
     def create_sampling_client(
         self,
@@ -96,18 +94,11 @@ class OutlineService:
         base_model: str | None = None,
         *,
         tokenizer: str | None = None,
-        seed: int = 0,
-        prefers_servers: bool = False,
+        **settings: Any,
     ) -> ModelOutline:
         return ModelOutline.load(*self._find_base(str(model_path or base_model), tokenizer))
 
-    def create_training_client_from_state(self, path: str, **settings: Any) -> ModelOutline:
-        return ModelOutline.load(*self._find_base(path, None))
-
-    def create_full_training_client(
-        self, base_model: str, *, tokenizer: str | None, **settings: Any
-    ) -> ModelOutline:
-        return ModelOutline.load(*self._find_base(base_model, tokenizer))
+    create_training_client_from_state = create_full_training_client = create_sampling_client
 
     def create_lora_training_client(
         self,
@@ -140,33 +131,6 @@ class OutlineService:
         if not (path / "state.json").is_file():
             return source, tokenizer
         return learner_checkpoint.resolve_base_model(learner_checkpoint.read_spec(path), source)
-
-
-class _PlannedModelFactory(StageModelFactory):
-    """Create a later stage's models before the stages that it takes weights from have run."""
-
-    def __init__(self, stages: Sequence[StageConfig], index: int, tags: Sequence[str]):
-        stage, before = stages[index], find_previous_stage(stages, index)
-        self._stages = {earlier.name: earlier for earlier in stages[:index]}
-        outlines = OutlineService(stages)
-        service = cast("ServiceClient", outlines)
-        model, earlier = stage.settings.model, {n: outlines.checkpoint_of(n) for n in self._stages}
-        previous = None if before is None else earlier[stages[before].name]
-        value_head = METHODS.create(stage).value_head
-        policy = make_policy(service, model, previous, None, 0, value_head=value_head)
-        renderer = stage_renderer(policy, stage.settings)
-        super().__init__(service, policy, model, previous, earlier, 0, tags=tags, renderer=renderer)
-
-    def open(self, target: str) -> SavedWeights:
-        if target not in self._stages:
-            return super().open(target)
-        return SavedWeights(target, Path(self.earlier[target]), stage=self._stages[target])
-
-    def has_value_head(self, weights: SavedWeights) -> bool:
-        stage = self._stages.get(weights.name)
-        if stage is None:
-            return super().has_value_head(weights)
-        return METHODS.create(stage).value_head
 
 
 @cache
@@ -266,8 +230,12 @@ def dry_run(stages: Sequence[StageConfig], prepared: Sequence[PreparedStage], cu
     for index in range(current + 1, len(stages)):
         plan, ready = stages[index], prepared[index]
         try:
-            tags = ready.rows.tags if ready.rows is not None else []
-            factory = _PlannedModelFactory(stages, index, tags)
+            outlines = OutlineService(stages)
+            service = cast("ServiceClient", outlines)
+            factory = StageModelFactory.open_stage(
+                service, stages, index, outlines.checkpoint_of, seed=0
+            )
+            factory.tags = ready.rows.tags if ready.rows is not None else []
             METHODS.create(plan).make_models(factory)
             assert factory.renderer is not None
             check_rows(ready, factory.policy, factory.renderer)
@@ -346,7 +314,7 @@ def check_rewards_at_start(
         is_importable = prepared.scorer.place != "thread"
         print_startup_result(result, console, command if is_importable else None)
         entry = {"stage": prepared.plan.name, "dataset": data.dataset}
-        entries.append({**entry, **dataclasses.asdict(result)})
+        entries.append({**entry, **asdict(result)})
     if entries:
         text = json.dumps(replace_nonfinite({"rewards": entries}), indent=1, allow_nan=False)
         write_atomically(folder / REWARD_CHECK, text + "\n")

@@ -3,6 +3,9 @@ conflicts with files that the run will write.
 
 A checkpoint belongs to a run if run id, seed, model and data are equal. Fields that the state of an
 older checkpoint lacks are not compared.
+
+A resumed run may differ from the settings that its folder records in settings that change no
+result, in more steps, and in the settings that --change names.
 """
 
 from __future__ import annotations
@@ -11,18 +14,34 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rl.algorithms import METHODS
-from rl.config import CHANGEABLE_SETTINGS, RunConfig, match_recorded_files, resolve_config
+from rl.config import (
+    CHANGEABLE_OPTIONS,
+    CHANGEABLE_SETTINGS,
+    ModelSettings,
+    PreferenceDataSettings,
+    RunConfig,
+    RunSettings,
+    StageConfig,
+    current_settings,
+    diff_configs,
+    flatten_settings,
+    list_changed_settings,
+    match_recorded_files,
+    resolve_config,
+    unflatten_settings,
+)
 from rl.data import ProblemSet
 from rl.distributed import checkpoint_folder
 from rl.errors import RunFolderError, UserError
 from rl.jsonl import METRICS_FILE, read_metrics
 from rl.learner import read_learner_state
+from rl.lr_schedule import compute_lr_factor
 from rl.reporting import Console, has_steps, load_saved_config
 from rl.sanitize import list_some
 from rl.seed import derive_seed
@@ -30,14 +49,15 @@ from rl.trainer.checkpoint_manager import (
     CHECKPOINTS_FOLDER,
     WEIGHTS_FOLDER,
     CheckpointManager,
+    CheckpointRow,
     StageSteps,
     complete_checkpoint_list,
+    final_checkpoint,
     locate_checkpoint,
     make_checkpoint_row,
     match_checkpoint_name,
     read_stage_steps,
 )
-from rl.trainer.config_diff import CHANGES_KEY, check_changes
 from rl.trainer.initial_weights import (
     continues_adapter,
     find_adapter_root,
@@ -46,6 +66,7 @@ from rl.trainer.initial_weights import (
 from rl.types import LoraConfig
 
 RUN_ID_KEY = "id"
+CHANGES_KEY = "changes"  # in config.json
 # hashed rows of a data set: all of a small set, evenly spaced rows of a large set
 _HASHED_ROWS, _HASHED_STREAM_ROWS = 2000, 64
 
@@ -77,8 +98,8 @@ class ResumePoint:
     stage_ended: bool = False
     loop_state: Mapping[str, Any] | None = None
     run_id: str | None = None
-    rows: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
-    stale: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    rows: Sequence[CheckpointRow] = ()
+    stale: Sequence[CheckpointRow] = ()
     run: RunConfig | None = None
     notes: Sequence[Mapping[str, Any]] = ()
     changed: Sequence[Mapping[str, Any]] = ()
@@ -153,7 +174,7 @@ def _start_from_beginning(
     run: RunConfig,
     folder: Path,
     config: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[CheckpointRow],
     console: Console,
 ) -> ResumePoint:
     notes: list[dict[str, Any]] = []
@@ -186,7 +207,7 @@ def _apply_changed_settings(loop: dict[str, Any], notes: Sequence[Mapping[str, A
 
 
 def _read_loop_state(
-    state: Mapping[str, Any], stages: Sequence[StageSteps], path: Path, row: Mapping[str, Any]
+    state: Mapping[str, Any], stages: Sequence[StageSteps], path: Path, row: CheckpointRow
 ) -> dict[str, Any]:
     """Return the loop state of a checkpoint. Raises RunFolderError if it contradicts the
     checkpoint's name or the run's stages.
@@ -202,7 +223,7 @@ def _read_loop_state(
 
 
 def _find_contradiction(
-    loop: Any, stages: Sequence[StageSteps], path: Path, row: Mapping[str, Any]
+    loop: Any, stages: Sequence[StageSteps], path: Path, row: CheckpointRow
 ) -> str | None:
     """Return what contradicts the checkpoint's name or the run's stages in a loop state. Add
     `first_step`, which older checkpoints lack.
@@ -230,8 +251,8 @@ def _find_contradiction(
 def _check_no_conflicts(
     folder: Path,
     stages: Sequence[StageSteps],
-    kept_rows: Sequence[Mapping[str, Any]],
-    stale_rows: Sequence[Mapping[str, Any]],
+    kept_rows: Sequence[CheckpointRow],
+    stale_rows: Sequence[CheckpointRow],
     step: int,
 ) -> None:
     """Raise RunFolderError if a foreign file or folder has a name that the run is going to write
@@ -283,9 +304,8 @@ def check_final_checkpoints(folder: Path, names: Sequence[str]) -> None:
     from it.
     """
     for name in names:
-        path = folder / CHECKPOINTS_FOLDER / f"{name}-final"
         try:
-            checkpoint_folder.verify_checkpoint(path)
+            checkpoint_folder.verify_checkpoint(final_checkpoint(folder, name))
         except checkpoint_folder.DamagedCheckpoint as error:
             raise UserError(
                 f"a later stage begins from the end of stage {name}, but that checkpoint is "
@@ -419,3 +439,176 @@ def check_logged_steps(folder: Path, steps: Sequence[range]) -> None:
 def _format_steps(steps: Sequence[int]) -> str:
     """Return the steps as words, at most 6 of them."""
     return f"step{'s' * (len(steps) > 1)} {list_some(steps, 6)}"
+
+
+@dataclass(frozen=True)
+class ConfigChanges:
+    """Hold the resumed run and its changes: notes for config.json, and lines for the console."""
+
+    run: RunConfig
+    notes: list[dict[str, Any]]
+    messages: list[str]
+
+
+def check_changes(
+    config: Mapping[str, Any], run: RunConfig, stage_index: int, done: int, step: int
+) -> ConfigChanges:
+    """Return `run` with the changes allowed over `config`, the config.json of the folder.
+
+    The run resumes at batch `done` of stage number `stage_index`, which is the run's step `step`.
+    Stages that have ended keep their settings. Raises RunFolderError, with the remedy, if a
+    difference would change the result and is not named by --change, or cannot change at all.
+    """
+    # sources of the defaults of settings that an older config.json lacks
+    default_sources: dict[str, Any] = {"methods": METHODS, "options": RunSettings}
+    requested, started = resolve_config(run), slice(stage_index + 1)
+    recorded_stages, requested_stages = use_current_names(config, run), requested["stages"]
+    recorded = {**config, "stages": recorded_stages[started]}
+    current = {**requested, "stages": requested_stages[started]}
+    names = [[(s["name"], s["method"]) for s in c["stages"]] for c in (recorded, current)]
+    if names[0] != names[1]:
+        changes = diff_configs(recorded, current, ignore=CHANGEABLE_OPTIONS, **default_sources)
+        raise RunFolderError(_format_refusal(changes))
+    changeable = _list_changed_settings(run)
+    ended = [
+        _restore_ended_stage(stage, saved["settings"])
+        for stage, saved in zip(run.stages[:stage_index], recorded_stages, strict=False)
+    ]
+    stage, saved_settings = run.stages[stage_index], recorded_stages[stage_index]["settings"]
+    changed = _find_changes(stage, saved_settings, changeable, done)
+    notes = [
+        {"step": step, "stage": stage.name, "setting": key, "from": old_value, "to": value}
+        for key, (old_value, value) in changed.items()
+        if key in (*CHANGEABLE_SETTINGS, "steps") or key in changeable
+    ]
+    # no steps can be added to a stage that has ended
+    refused = [
+        f"stage {a['name']}, which has ended: steps {was} -> {now}"
+        for a, b in zip(recorded_stages[:stage_index], requested_stages[:stage_index], strict=True)
+        if (was := a["settings"].get("steps")) != (now := b["settings"].get("steps"))
+    ]
+    changeable_keys = (*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS, "steps", *changeable)
+    refused += diff_configs(recorded, current, ignore=changeable_keys, **default_sources)
+    if refused:
+        raise RunFolderError(_format_refusal(refused))
+    messages = _describe_changes(notes, stage, saved_settings, done)
+    later_changes = diff_configs(
+        {"options": {}, "stages": recorded_stages[stage_index + 1 :]},
+        {"options": {}, "stages": requested_stages[stage_index + 1 :]},
+        **default_sources,
+    )
+    if later_changes:
+        messages.append(f"changed in stages that have not begun: {'; '.join(later_changes)}")
+    stages = (*ended, *run.stages[stage_index:])
+    return ConfigChanges(replace(run, stages=stages), notes, messages)
+
+
+def _list_changed_settings(run: RunConfig) -> set[str]:
+    """Return the settings that --change of the run names."""
+    known = {key for stage in run.stages for key in flatten_settings(stage.settings)}
+    return list_changed_settings(run.options.change, known)
+
+
+def use_current_names(config: Mapping[str, Any], run: RunConfig) -> list[dict[str, Any]]:
+    """Return the stages of a config.json with the settings of users' methods under their current
+    names, except settings that the stage of `run` at the same place has.
+    """
+    known: list[Collection[str]] = [flatten_settings(stage.settings) for stage in run.stages]
+    known += [()] * (len(config["stages"]) - len(known))
+    return [
+        {**stage, "settings": current_settings(stage["settings"], names)}
+        for stage, names in zip(config["stages"], known, strict=False)
+    ]
+
+
+def includes_data_change(notes: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the changes include a setting of the training data."""
+    data = {item.name for item in fields(PreferenceDataSettings)}
+    return any(note["setting"] in data - {*CHANGEABLE_SETTINGS} for note in notes)
+
+
+def _restore_ended_stage(stage: StageConfig, recorded: Mapping[str, Any]) -> StageConfig:
+    """Return an ended stage with the settings it was trained with.
+
+    Settings of CHANGEABLE_SETTINGS, which hold for the whole run, take their current values. Raises
+    RunFolderError if the recorded settings are invalid.
+    """
+    current = flatten_settings(stage.settings)
+    before = {**flatten_settings(type(stage.settings)()), **recorded}
+    values = {
+        key: current[key] if key in CHANGEABLE_SETTINGS else before[key]
+        for key in current
+        if key in before
+    }
+    problems: list[str] = []
+    settings = unflatten_settings(type(stage.settings), values, problems, stage.name)
+    if problems:
+        raise RunFolderError(
+            "the config.json of this run is invalid for a stage that has ended: "
+            f"{'; '.join(problems)}: correct it, or choose another --output-dir"
+        )
+    return replace(stage, settings=settings)
+
+
+def _find_changes(
+    stage: StageConfig, recorded: Mapping[str, Any], changeable: set[str], done: int
+) -> dict[str, tuple[Any, Any]]:
+    """Return (value before, value now) of each setting that differs.
+
+    Raises RunFolderError if `steps` is changed to fewer than are done, or if --change names a
+    setting of the model: the checkpoint fixes these.
+    """
+    before = {**flatten_settings(type(stage.settings)()), **recorded}
+    changed = {
+        key: (before.get(key), value)
+        for key, value in flatten_settings(stage.settings).items()
+        if before.get(key) != value
+    }
+    if "steps" in changed and changed["steps"][1] < done:
+        raise RunFolderError(
+            f"{done} steps of this stage are done, so steps cannot be {changed['steps'][1]}: set "
+            f"it to {done} or more"
+        )
+    named = {key for key in changed if key in changeable} - {*CHANGEABLE_SETTINGS}
+    if of_model := [item.name for item in fields(ModelSettings) if item.name in named]:
+        raise RunFolderError(
+            f"--change {of_model[0]}: a checkpoint fits only the model from which it was saved. "
+            "Begin a new run from its weights, with --base-model set to the folder of this run "
+            "and another --output-dir"
+        )
+    return changed
+
+
+def _format_refusal(lines: Sequence[str]) -> str:
+    """Return the message for settings that differ and are not allowed to."""
+    return (
+        f"a resumed run keeps its settings, these differ: {'; '.join(lines)}. Use the recorded "
+        "settings (with only --resume and --output-dir, all are read from the folder), allow a "
+        "change with --change NAME=VALUE, or choose a new --output-dir"
+    )
+
+
+def _describe_changes(
+    notes: Sequence[Mapping[str, Any]], stage: StageConfig, before: Mapping[str, Any], done: int
+) -> list[str]:
+    """Return a line for each change, and one about the effect of a changed number of steps on the
+    learning-rate schedule.
+    """
+    lines = [
+        f"from step {note['step']} on: {note['setting']} {note['from']} -> {note['to']}"
+        for note in notes
+    ]
+    optim, steps = stage.settings.optim, stage.settings.loop.steps
+    if optim.schedule == "constant" or all(note["setting"] != "steps" for note in notes):
+        return lines
+    was, now = (
+        stage.settings.learning_rate
+        * compute_lr_factor(optim.schedule, done, total, optim.warmup_steps)
+        for total in (int(before["steps"]), steps)
+    )
+    lines.append(
+        f"the {optim.schedule} schedule now ends at step {steps} of the stage, not at "
+        f"{before['steps']}: the next step's learning rate is {now:.3g}, it would have been "
+        f"{was:.3g}"
+    )
+    return lines

@@ -23,7 +23,7 @@ from rl.reporting import (
     format_held_out,
     has_plotly,
 )
-from rl.trainer.checkpoint_manager import CHECKPOINTS_FOLDER, read_checkpoint_list
+from rl.trainer.checkpoint_manager import final_checkpoint, read_checkpoint_list
 from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.initial_weights import find_previous_stage
 from rl.trainer.saved_weights import (
@@ -37,6 +37,7 @@ from rl.trainer.stage_data import (
     LAST_ROWS_SUFFIX,
     PreparedStage,
     describe_prepared,
+    resolve_environment,
     resolve_stage_reward,
 )
 
@@ -44,18 +45,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _SCRIPT_NAMES = ("train.py", "export.py")  # the scripts that print commands
 # a wheel installs the root scripts and the recipes in whetstone_scripts (setup.py)
 SCRIPTS_FOLDER = _ROOT if (_ROOT / "train.py").is_file() else _ROOT / "whetstone_scripts"
-
-
-class StagePaths:
-    """Hold a run's stages and the paths of their final weights."""
-
-    run: RunConfig
-    folder: Path
-    stages: Sequence[PreparedStage]
-
-    def final_path(self, index: int) -> str:
-        """Return the path of the final checkpoint of a stage."""
-        return str(self.folder / CHECKPOINTS_FOLDER / f"{self.stages[index].plan.name}-final")
 
 
 def print_introduction(
@@ -135,13 +124,12 @@ def _describe_processes(world: int, samplers: int, tensor_parallel: int = 1) -> 
     return f"{learners} that {learn}, {samplers} that {sample}"
 
 
-def print_summary(run_state: StagePaths, console: Console) -> None:
+def print_summary(run: RunConfig, folder: Path, console: Console) -> None:
     """Print the held-out results of each stage, the files of the run, and the next commands."""
-    folder = run_state.folder
     results: dict[str, tuple[float | None, float | None]] = {}
     remarks: list[str | None] = []
     metrics = read_metrics(folder / METRICS_FILE)
-    for plan in run_state.run.stages:
+    for plan in run.stages:
         name, method = plan.name, METHODS.create(plan)
         rows = [row for row in metrics if row.get("stage") == name]
         headline = method.headline if isinstance(method, RowEvaluator) else ""
@@ -156,23 +144,23 @@ def print_summary(run_state: StagePaths, console: Console) -> None:
             results[label] = summary.greedy_before, summary.greedy_after
         results |= _measure_distillation(name, rows)
         remarks += [summary.describe_no_gain(), summary.describe_sharpening()]
-    # `rows` are those of the last stage
+    # `name` and `rows` are those of the last stage
     remarks.append(_describe_better_weights(folder, name, rows))
     console.end(
-        f"{run_state.run.name}: done",
+        f"{run.name}: done",
         results=results,
         facts={
             "metrics": folder / "metrics.jsonl",
             "curves": folder / "curves.png",
             **({"page": folder / REPORT} if has_plotly() else {}),
-            "weights": Path(run_state.final_path(len(run_state.stages) - 1)) / "model",
+            "weights": final_checkpoint(folder, name) / "model",
         },
         remarks=[text for text in remarks if text is not None],
         commands=[
-            *_usage_commands(run_state),
+            *_usage_commands(run.stages, folder),
             f"{format_script('plot')} {shlex.quote(str(folder))}",
             _format_report_command(folder),
-            _format_export_command(run_state),
+            _format_export_command(run.stages, folder),
         ],
     )
 
@@ -222,12 +210,11 @@ def _measure_distillation(
     return {}
 
 
-def _format_export_command(run_state: StagePaths) -> str:
+def _format_export_command(stages: Sequence[StageConfig], folder: Path) -> str:
     """Return the command that exports the weights: merged if they are an adapter."""
-    merge = " --merge" if run_state.stages[-1].plan.settings.model.lora_rank else ""
-    folder = run_state.folder
+    merge = " --merge" if stages[-1].settings.model.lora_rank else ""
     paths = shlex.join([str(folder), str(_unused_path(Path("exports") / folder.name))])
-    trust = _format_trust(list_method_addresses(run_state.run.stages))
+    trust = _format_trust(list_method_addresses(stages))
     return f"{format_script('export')} {paths}{merge}{trust}"
 
 
@@ -261,16 +248,16 @@ def _unused_path(path: Path) -> Path:
     )
 
 
-def _usage_commands(run_state: StagePaths) -> list[str]:
+def _usage_commands(stages: Sequence[StageConfig], folder: Path) -> list[str]:
     """Return the commands that use the weights of the run's last stage."""
-    last, quoted_folder = run_state.stages[-1].plan, shlex.quote(str(run_state.folder))
+    last, quoted_folder = stages[-1], shlex.quote(str(folder))
     if last.method != "reward_model":
         # evaluate.py needs a reward
         scored = (
-            run_state.stages[-1].environment is not None
+            resolve_environment(last.settings) is not None
             or resolve_stage_reward(last.settings.data) is not None
         )
-        methods = list_method_addresses(run_state.run.stages)
+        methods = list_method_addresses(stages)
         scorers = [
             *list_reward_addresses(last.settings.data),
             *list_environment_addresses(last.settings),
@@ -283,23 +270,24 @@ def _usage_commands(run_state: StagePaths) -> list[str]:
     flag = "reward" if METHODS[last.method](last.settings).value_head else "comparison"
     method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within
     # preference pairs hold no reference answer to compare with
-    flags = [*_policy_flags(run_state), *(["--reward", "None"] if method == "grpo" else [])]
+    flags = [*_policy_flags(stages, folder), *(["--reward", "None"] if method == "grpo" else [])]
     return [f"{_format_launch()} {method} --{flag}-model {quoted_folder} {shlex.join(flags)}"]
 
 
 _DATA_SETTINGS = ("dataset_config", "data_format", "prompt_column", "system_prompt", "renderer")
 
 
-def _policy_flags(run_state: StagePaths) -> list[str]:
+def _policy_flags(stages: Sequence[StageConfig], folder: Path) -> list[str]:
     """Return the flags of a run that trains a policy with the reward model of the last stage.
 
     The policy begins from the same weights and reads the same rows. It writes to a new folder next
     to the run's.
     """
-    plan = run_state.stages[-1].plan
-    before = find_previous_stage(run_state.run.stages, len(run_state.run.stages) - 1)
-    model, data = plan.settings.model, plan.settings.data
-    base = model.base_model if before is None else str(Path(run_state.final_path(before)) / "model")
+    before = find_previous_stage(stages, len(stages) - 1)
+    model, data = stages[-1].settings.model, stages[-1].settings.data
+    base = model.base_model
+    if before is not None:
+        base = str(final_checkpoint(folder, stages[before].name) / "model")
     flags = [
         "--base-model",
         base,
@@ -313,7 +301,7 @@ def _policy_flags(run_state: StagePaths) -> list[str]:
     return [
         *flags,
         "--output-dir",
-        str(_unused_path(run_state.folder.with_name(f"{run_state.folder.name}-policy"))),
+        str(_unused_path(folder.with_name(f"{folder.name}-policy"))),
     ]
 
 

@@ -28,6 +28,7 @@ from rl.runtime import WorkerSettings, make_sampler_settings, make_worker_settin
 from rl.sampler import check_features
 from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import (
+    CheckpointRow,
     complete_checkpoint_list,
     locate_checkpoint,
     read_checkpoint_list,
@@ -284,7 +285,7 @@ def _open_run_weights(folder: Path, checkpoint: str | None, trusted: bool) -> Sa
     )
 
 
-def _list_checkpoints(folder: Path) -> list[dict[str, Any]]:
+def _list_checkpoints(folder: Path) -> list[CheckpointRow]:
     """Return the run's checkpoints on disk. If none exists, return those of its list, so that an
     error can name what is missing.
     """
@@ -293,8 +294,8 @@ def _list_checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 
 def _select_checkpoint(
-    folder: Path, rows: list[dict[str, Any]], checkpoint: str | None
-) -> dict[str, Any]:
+    folder: Path, rows: list[CheckpointRow], checkpoint: str | None
+) -> CheckpointRow:
     """Return the row of a checkpoint.
 
     Best weights were chosen by held-out problems, so they are returned only if they are requested.

@@ -9,7 +9,7 @@ samples, gradients and weights of the run are bitwise the same without it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -87,22 +87,26 @@ def self_test(
             f"{policy.version}"
         )
     exact = policy.info["dtype"] == "fp32"
-    remark = ""
+    remark, temperature = "", params.temperature
     if policy.info["sampler"] == "vllm":
-        remark, share, exact = _compare_server(policy, datums, params.temperature, exact)
+        remark, share, exact = _compare_server(policy, datums, temperature, exact)
         if advises_correction and share > LARGE_SHARE:
             remark += "; consider --correction truncate"
-        seen = check_sync(policy, sampler, datums, 1.0)  # vLLM scores at temperature 1
-        difference = _check_agreement(datums, seen, exact, with_sampled=params.temperature == 1)
-    else:
-        seen = check_sync(policy, sampler, datums, params.temperature)
-        difference = _check_agreement(datums, seen, exact)
+        temperature = 1.0  # vLLM scores at temperature 1
+    report = check_sync(policy, sampler, datums, temperature)
+    names = ("learner", "sampler", "learner_perturbed", "sampler_perturbed")
+    learner, read, *perturbed = (_select_actions(datums, getattr(report, name)) for name in names)
+    compared = {"reads": read}
+    if params.temperature == temperature:
+        compared = {"drew": _select_sampled(datums), **compared}
+    difference = _check_agreement(learner, compared, exact)
     _check_weight_sync(
-        datums,
-        seen,
+        report.num_perturbed,
+        (learner, read),
+        perturbed,
         min(TOLERANCE, max(PERTURBED_TOLERANCE, PERTURBED_GROWTH * difference)) if exact else None,
     )
-    reached = _check_gradients(seen)
+    reached = _check_gradients(report)
     return (
         f"the self-test passed in {time.perf_counter() - start:.1f} s: sampler and learner compute "
         f"the same logprobs (largest difference {difference:.1g} in "
@@ -235,16 +239,11 @@ def _select_sampled(datums: Sequence[Datum]) -> np.ndarray:
     return _select_actions(datums, [datum.loss_fn_inputs["logprobs"].array for datum in datums])
 
 
-def _check_agreement(
-    datums: Sequence[Datum], report: ConsistencyReport, exact: bool, with_sampled: bool = True
-) -> float:
-    """Return the largest difference in nats between learner and sampler (its sampling logprobs,
-    unless `with_sampled` is False, and its scoring logprobs).
+def _check_agreement(learner: np.ndarray, compared: Mapping[str, np.ndarray], exact: bool) -> float:
+    """Return the largest difference in nats between the learner's logprobs and the first of the
+    sampler's logprobs: those that it "drew", and those that it "reads" when it scores.
     """
-    sampled = _select_sampled(datums)
-    learner, read = _select_actions(datums, report.learner), _select_actions(datums, report.sampler)
-    pairs = [("drew", sampled)] if with_sampled else []
-    for action, sampler in (*pairs, ("reads", read)):
+    for action, sampler in compared.items():
         difference = np.abs(sampler - learner)
         if difference.max() > TOLERANCE if exact else difference.mean() > TOLERANCE_BF16:
             at = int(difference.argmax())
@@ -254,24 +253,27 @@ def _check_agreement(
                 f"{difference.max():.3g} at worst (the sampler {action} {sampler[at]:.4f}, the "
                 f"learner has {learner[at]:.4f})"
             )
-    return float(np.abs((sampled if with_sampled else read) - learner).max())
+    return float(np.abs(next(iter(compared.values())) - learner).max())
 
 
 def _check_weight_sync(
-    datums: Sequence[Datum], report: ConsistencyReport, tolerance: float | None
+    num_perturbed: int,
+    before: Sequence[np.ndarray],
+    perturbed: Sequence[np.ndarray],
+    tolerance: float | None,
 ) -> None:
     """Check that perturbed weights change the sampler's logprobs in the same way as the learner's.
 
-    `tolerance`: largest difference in nats, in fp32; None: in bf16.
+    `num_perturbed`: number of perturbed tensors. `before`, `perturbed`: the logprobs of the learner
+    and of the sampler. `tolerance`: largest difference in nats, in fp32; None: in bf16.
     """
-    learner = _select_actions(datums, report.learner_perturbed)
-    sampler = _select_actions(datums, report.sampler_perturbed)
-    change = np.abs(learner - _select_actions(datums, report.learner))
-    if not report.num_perturbed or not change.max() > 0:
+    learner, sampler = perturbed
+    change = np.abs(learner - before[0])
+    if not num_perturbed or not change.max() > 0:
         raise SelfTestFailed(
             "moving the trained weights changes no logprob of the learner: nothing is trained"
         )
-    if not np.abs(sampler - _select_actions(datums, report.sampler)).max() > 0:
+    if not np.abs(sampler - before[1]).max() > 0:
         raise SelfTestFailed(
             "the sampler does not notice that the weights changed: the weight sync delivers nothing"
         )

@@ -7,13 +7,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
-from rl.algorithms import ModelFactory
+from rl.algorithms import METHODS, ModelFactory
 from rl.client import SampleStream, SamplingClient, ServiceClient, TrainingClient
-from rl.config import EnvironmentSettings, LearnedRewardSettings, ModelSettings, is_api_address
+from rl.config import (
+    EnvironmentSettings,
+    LearnedRewardSettings,
+    ModelSettings,
+    StageConfig,
+    is_api_address,
+)
 from rl.distributed import checkpoint_folder
 from rl.envs import OPPONENT_POOL, Environment, OpponentPool
 from rl.errors import RunFolderError, UserError
@@ -38,7 +44,11 @@ from rl.renderers import Renderer, get_renderer
 from rl.rollout import ActionSampler, RolloutBatch
 from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import CHECKPOINTS_FOLDER, WEIGHTS_FOLDER
-from rl.trainer.initial_weights import find_initial_weights, find_weights_folder
+from rl.trainer.initial_weights import (
+    find_initial_weights,
+    find_previous_stage,
+    find_weights_folder,
+)
 from rl.trainer.saved_weights import SavedWeights, open_weights
 
 if TYPE_CHECKING:
@@ -82,16 +92,12 @@ def make_policy(
     )
 
 
-# name of a renderer (None: the default), settings of its template
-Rendering = tuple[str | None, tuple[tuple[str, str], ...]]
-
-
 @dataclass
 class StageModelFactory(ModelFactory):
     """Create the models of a stage's method; see rl.algorithms.method_interface.ModelFactory.
 
     `previous` is the checkpoint from which the stage began. `earlier` maps each earlier stage to
-    its final checkpoint.
+    its final weights.
     `renderer` is the policy's renderer.
     """
 
@@ -99,11 +105,37 @@ class StageModelFactory(ModelFactory):
     policy: TrainingClient
     model: ModelSettings
     previous: str | None
-    earlier: Mapping[str, str]
+    earlier: Mapping[str, SavedWeights]
     seed: int
     resume_from: str | None = None
     tags: Sequence[str] = ()
     renderer: Renderer | None = None
+
+    @classmethod
+    def open_stage(
+        cls,
+        service: ServiceClient,
+        stages: Sequence[StageConfig],
+        index: int,
+        final_path: Callable[[str], Path],
+        seed: int,
+        resume_from: str | None = None,
+    ) -> Self:
+        """Load the policy of a stage, and return the factory of its other models.
+
+        `final_path` returns the final checkpoint of a stage by its name.
+        """
+        plan, before = stages[index], find_previous_stage(stages, index)
+        earlier = {
+            stage.name: SavedWeights(stage.name, final_path(stage.name), stage=stage)
+            for stage in stages[:index]
+        }
+        # None: the stage begins from a base model
+        previous = None if before is None else str(final_path(stages[before].name))
+        model, value_head = plan.settings.model, METHODS.create(plan).value_head
+        policy = make_policy(service, model, previous, resume_from, seed, value_head=value_head)
+        renderer = stage_renderer(policy, plan.settings)
+        return cls(service, policy, model, previous, earlier, seed, resume_from, renderer=renderer)
 
     def initial_policy(self) -> TokenScorer:
         """Return a scorer with the stage's initial weights, for example as the reference model.
@@ -127,27 +159,26 @@ class StageModelFactory(ModelFactory):
 
     def load(self, target: str) -> SamplingClient:
         """Return a client of an earlier stage, the policy's base model or other weights."""
-        if target in self.earlier:
-            return self.service.create_sampling_client(model_path=self.earlier[target])
-        if self.policy.info["lora_rank"] and self.policy.info["base_model"] == target:
+        info = self.policy.info
+        if target not in self.earlier and info["lora_rank"] and info["base_model"] == target:
             return self.policy.get_base_sampling_client()  # the base of the adapter, loaded already
-        return open_weights(target).create_sampler(self.service)
+        return self.open(target).create_sampler(self.service)
 
     def rewards(self, learned: LearnedRewardSettings) -> dict[str, LearnedRewards]:
         """Return the learned rewards that the settings name, under "rewards"; {} if none."""
         seed = derive_seed(self.seed, "rubric")
         if learned.comparison_model is not None:
             judge = self.load(learned.comparison_model)
-            renderer = make_renderer(judge, *self.renderer_of(learned.comparison_model))
+            renderer = make_own_renderer(judge, self.open(learned.comparison_model))
             scorer: Any = PairwiseJudge(ComparisonModel(judge, renderer))
         elif learned.rubric_model is not None and is_api_address(learned.rubric_model):
             scorer = make_api_judge(learned, seed)
         elif learned.rubric_model is not None:
             judge = self.load(learned.rubric_model)
-            rendering = self.renderer_of(learned.rubric_model)
             if learned.rubric_renderer:
-                rendering = learned.rubric_renderer, ()
-            renderer = make_renderer(judge, *rendering)
+                renderer = make_renderer(judge, learned.rubric_renderer)
+            else:
+                renderer = make_own_renderer(judge, self.open(learned.rubric_model))
             scorer = RubricJudge(judge, renderer, make_rubric(learned), seed)
         elif learned.reward_models:
             models = [
@@ -180,35 +211,30 @@ class StageModelFactory(ModelFactory):
                 "reward model with train.py reward_model, or use a published reward model; a "
                 "language model can score responses with --comparison-model"
             )
-        path = self.earlier.get(target, str(weights.path))
-        client = self.service.create_training_client_from_state(path)
+        client = self.service.create_training_client_from_state(str(weights.path))
         same_vocabulary = shares_vocabulary(self.policy, client, f"reward model {target}")
         return RewardModel(
             client,
             target,
-            make_renderer(client, *self.renderer_of(target)),
+            make_own_renderer(client, weights),
             shares_vocabulary=same_vocabulary,
             policy_renderer=self.renderer,
         )
 
     def open(self, target: str) -> SavedWeights:
         """Return the weights of an earlier stage or of another source."""
-        return open_weights(self.earlier.get(target, target))
+        return self.earlier.get(target) or open_weights(target)
 
     def has_value_head(self, weights: SavedWeights) -> bool:
         """Return whether a checkpoint holds a value head."""
+        if weights.name in self.earlier and weights.stage is not None:
+            return METHODS.create(weights.stage).value_head
         path = weights.path
         return (
             path is not None
             and (path / "state.json").is_file()
             and bool(checkpoint_folder.read_verified_state(path)["spec"].get("value_head"))
         )
-
-    def renderer_of(self, target: str) -> Rendering:
-        """Return the renderer and template settings of a model's training, with which it must be
-        prompted.
-        """
-        return get_rendering(self.open(target))
 
     def create_critic(self, base_model: str) -> TrainingClient:
         """Return the critic: resumed, a copy of the policy's initial weights, or a base model."""
@@ -221,13 +247,14 @@ class StageModelFactory(ModelFactory):
         return make_policy(self.service, model, previous, None, self.seed, value_head=True)
 
 
-def get_rendering(weights: SavedWeights) -> Rendering:
-    """Return the renderer and template settings of the training of weights; the default if no run
-    trained them.
+def make_own_renderer(client: TrainingClient | SamplingClient, weights: SavedWeights) -> Renderer:
+    """Return the renderer of a model's training, with which it must be prompted; the default if no
+    run trained it.
     """
     if weights.stage is None:
-        return None, ()
-    return weights.stage.settings.data.renderer, weights.stage.settings.data.template
+        return make_renderer(client, None)
+    data = weights.stage.settings.data
+    return make_renderer(client, data.renderer, data.template)
 
 
 def is_published_reward_model(weights: SavedWeights) -> bool:
@@ -337,7 +364,7 @@ Players = tuple[dict[str, ActionSampler], dict[str, Renderer]]
 def load_opponents(
     names: Sequence[str],
     load: Callable[[str], SamplingClient],
-    renderer_of: Callable[[str], Rendering],
+    find_weights: Callable[[str], SavedWeights],
     temperature: float,
 ) -> Players:
     """Load the models that play, except the pool. Raises UserError if a model cannot be loaded."""
@@ -347,7 +374,7 @@ def load_opponents(
         if name != OPPONENT_POOL:
             client = load(name)
             samplers[name] = FixedTemperatureSampler(client, temperature)
-            renderers[name] = make_renderer(client, *renderer_of(name))
+            renderers[name] = make_own_renderer(client, find_weights(name))
     return samplers, renderers
 
 
@@ -363,7 +390,7 @@ def load_evaluation_opponents(
     samplers, renderers = load_opponents(
         environment.models,
         lambda name: open_weights(name).create_sampler(service),
-        lambda name: get_rendering(open_weights(name)),
+        open_weights,
         settings.players_temperature,
     )
     if OPPONENT_POOL in environment.models:
@@ -405,7 +432,7 @@ class OpponentModels:
         self.factory, self.folder, self.stage = factory, folder, stage
         self.every = settings.opponents_every
         self.models, self.renderers = load_opponents(
-            environment.models, factory.load, factory.renderer_of, settings.players_temperature
+            environment.models, factory.load, factory.open, settings.players_temperature
         )
         pool = OpponentPool(settings.opponents, settings.opponents_by)
         self.version_pool = pool if OPPONENT_POOL in environment.models else None

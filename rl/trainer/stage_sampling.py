@@ -1,5 +1,6 @@
 """Sample what a stage learns from: enough answers to problems, without those that cannot be learned
-from. The timing decisions are recorded in the run's folder, so that a replay is bit-identical.
+from. The timing decisions are recorded in the run's folder, so that a replay is bit-identical. A
+replay that differs in more than settings without an effect is not.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl.algorithms import Models
+from rl.algorithms import METHODS, Models
 from rl.client import SampleStream, SamplingClient
-from rl.config import RolloutSettings
+from rl.config import (
+    CHANGEABLE_OPTIONS,
+    CHANGEABLE_SETTINGS,
+    RolloutSettings,
+    RunConfig,
+    RunSettings,
+    diff_configs,
+    resolve_config,
+)
 from rl.data import Curriculum, ProblemSet
 from rl.envs import EnvironmentSpec, ProblemGroupBuilder
 from rl.errors import UserError
 from rl.jsonl import format_json_line, read_jsonl, write_jsonl
 from rl.judges import add_episode_rewards, apply_learned_rewards
 from rl.renderers import Renderer
-from rl.reporting import Console, Logbook
+from rl.reporting import Console, Logbook, load_saved_config
 from rl.rewards import Scorer
 from rl.rollout import (
     ActionSampler,
@@ -35,14 +44,80 @@ from rl.rollout import (
     open_engine,
     rollout,
 )
+from rl.sampler import check_features
 from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import CheckpointManager
-from rl.trainer.config_diff import DECISIONS_FILE, find_event_log
+from rl.trainer.resume import use_current_names
 from rl.trainer.stage_data import build_episode_groups
 from rl.trainer.stage_models import OpponentModels
 from rl.types import Problem, SamplingParams
 
+# The members of CHANGEABLE_SETTINGS that affect rounding: they determine the order of sums, and
+# after a checkpoint caches are computed again.
+ROUNDING_SETTINGS = (
+    "token_budget",
+    "layout",
+    "context_parallel_size",
+    "expert_parallel_size",
+    "gradient_checkpointing",
+    "fused_logprobs",
+    "kept_logits_gib",
+    "kv_cache_tokens",
+    "max_rows",
+    "sampler_tp",
+    "num_speculative_tokens",
+    "save_every",
+)
+DECISIONS_FILE = "decisions.jsonl"
 EVALUATION_PARTS = ("test ", "greedy ")  # begin the names of the parts that are evaluations
+
+
+def check_replay_sampler(run: RunConfig) -> None:
+    """Raise UserError for a replay with a sampler whose samples cannot be repeated."""
+    kinds = {stage.settings.sampling.sampler for stage in run.stages}
+    if run.options.replay is not None and "vllm" in kinds:
+        check_features(("vllm", "replay"))
+
+
+def check_replay(run: RunConfig, warn: Callable[[str], None]) -> None:
+    """Check a replay before anything is loaded.
+
+    Raises UserError if the folder has no event log. Warns if settings differ, so that the replay
+    cannot be bit-identical.
+    """
+    if differs := list_replay_differences(run):
+        warn(
+            f"this replay of {find_event_log(run.options.replay).parent} will not be "
+            f"bit-identical, because settings differ: {'; '.join(differs)}"
+        )
+
+
+def list_replay_differences(run: RunConfig) -> list[str]:
+    """Return the settings that keep a replay from being bit-identical, a line for each; [] if `run`
+    replays none.
+    """
+    if run.options.replay is None:
+        return []
+    config = load_saved_config(find_event_log(run.options.replay).parent)
+    flows = [getattr(stage.settings, "flow", None) for stage in run.stages]
+    ignored = {*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS} - {*ROUNDING_SETTINGS}
+    if not any(getattr(flow, "max_steps_off_policy", 0) for flow in flows):
+        ignored.add("save_every")
+    config = {**config, "stages": use_current_names(config, run)}
+    return diff_configs(
+        config, resolve_config(run), ignore=tuple(ignored), methods=METHODS, options=RunSettings
+    )
+
+
+def find_event_log(replay: str | Path) -> Path:
+    """Return the path of the event log in a run's folder. Raises UserError if it has none."""
+    path = Path(replay).expanduser() / DECISIONS_FILE
+    if not path.is_file():
+        raise UserError(
+            f"replay {replay}: the folder has no {DECISIONS_FILE}, which runs write with "
+            "--rollout-mode async or settings that require it"
+        )
+    return path
 
 
 class ReplayLog:

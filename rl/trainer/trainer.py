@@ -21,7 +21,7 @@ from rl.jsonl import replace_nonfinite
 from rl.rollout import RolloutBatch
 from rl.trainer.batch_log import BatchLog
 from rl.trainer.evaluator import HELD_OUT_ACCURACY, Evaluator
-from rl.trainer.report_writer import ReportWriter
+from rl.trainer.run_report import ReportWriter
 from rl.trainer.self_test import PROBLEMS, self_test
 from rl.trainer.stage_sampling import StageContext, StageSampler, WarnOnce
 from rl.trainer.step_profile import StepProfile

@@ -22,7 +22,7 @@ from rl.config import (
 )
 from rl.errors import UserError
 from rl.trainer import load_run, open_weights
-from rl.trainer.config_diff import check_changes
+from rl.trainer.resume import check_changes
 
 REPO = Path(__file__).resolve().parents[2]
 RECIPE = REPO / "recipes" / "addition.yaml"

@@ -172,7 +172,7 @@ def test_a_server_that_cannot_judge_is_refused_before_a_model_is_loaded(tmp_path
     def load(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("rl.trainer.execute.make_policy", load)
+    monkeypatch.setattr("rl.trainer.stage_models.make_policy", load)
     with api_server(lambda *_: make_reply("yes")) as (address, bodies):
         with pytest.raises(UserError, match="grpo, before any training: .*cannot be read as yes"):
             train(f"{SHORT} --rubric-model {address}", tmp_path)

@@ -24,7 +24,7 @@ from rl.errors import RankLost, UserError
 from rl.reporting import Logbook
 from rl.reporting.update_files import write_update_file
 from rl.trainer import write_report
-from rl.trainer.report_writer import ReportWriter, describe_launch
+from rl.trainer.run_report import ReportWriter, describe_launch
 
 REPO = Path(__file__).resolve().parents[2]
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \u202e\x00\x1b[2J\u2028 &lt;b&gt;"

@@ -18,7 +18,7 @@ from whole_runs import read_metrics
 from rl.algorithms import METHODS
 from rl.config import RunSettings, cli
 from rl.jsonl import read_jsonl
-from rl.trainer.initial_weights import begins_from_base_model
+from rl.trainer.initial_weights import find_previous_stage
 
 REPO = Path(__file__).resolve().parents[2]
 GSM8K = REPO / "recipes" / "gsm8k.yaml"
@@ -62,7 +62,7 @@ def test_a_model_for_all_stages_is_where_the_first_begins(tmp_path: Path):
         )
         (tmp_path / "r.yaml").write_text(text)
         run = cli.read_run([str(tmp_path / "r.yaml"), *words], METHODS, GSM8K, RunSettings)
-        return [begins_from_base_model(run.stages, i) for i in range(len(run.stages))]
+        return [find_previous_stage(run.stages, i) is None for i in range(len(run.stages))]
 
     assert begins("base_model: tiny:chat", "", "", "") == [True, False, False]
     assert begins("seed: 1", "tiny:addition", "") == [True, False]
