@@ -15,8 +15,13 @@ from rl.algorithms.advantages import (
 from rl.algorithms.best_of_n import BestOfN
 from rl.algorithms.distillation import Distillation
 from rl.algorithms.dpo import DPO
-from rl.algorithms.grpo import GRPO, REINFORCE, ReinforceSettings
-from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
+from rl.algorithms.grpo import (
+    GRPO,
+    REINFORCE,
+    GrpoSettings,
+    PolicyGradientSettings,
+    ReinforceSettings,
+)
 from rl.algorithms.importance_correction import (
     ImportanceCorrection,
     apply_correction,

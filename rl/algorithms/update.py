@@ -354,17 +354,23 @@ class UpdateSums:
 
 def run_updates(
     models: Models,
-    epochs: Iterable[Sequence[Item]],
-    make_calls: Callable[[Item], Sequence[LossCall]],
-    params: AdamParams,
+    items: Sequence[Item],
+    make_calls: Callable[[Sequence[Item]], Sequence[LossCall]],
+    settings: Any,
+    progress: Progress,
+    *,
+    rows: Sequence[int] = (),
+    epochs: Iterable[Sequence[Sequence[Item]]] = (),
     should_stop: Callable[[], bool] = lambda: False,
 ) -> UpdateSums:
-    """Take an optimizer step for each part of each epoch; the loop of every method.
+    """Take the optimizer steps of a batch; the loop of every method.
 
-    `make_calls` returns the calls of a part's step. `should_stop` is called after each epoch.
+    `items`: the datums, or pairs of datums. `make_calls` returns the calls of the step on a part of
+    them. `epochs`: the parts of each epoch; by default a single epoch of `num_substeps` parts
+    (`split_into_substeps`, with `rows`). `should_stop` is called after each epoch.
     """
-    totals = UpdateSums(params)
-    for parts in epochs:
+    totals = UpdateSums(make_adam_params(settings, progress.batch))
+    for parts in epochs or [split_into_substeps(items, settings.optim.num_substeps, rows)]:
         for part in parts:
             totals.take_step(models, make_calls(part))
         totals.epochs += 1
@@ -394,9 +400,11 @@ def train_single_pass(
     substeps, max_tokens = settings.optim.num_substeps, settings.sampling.max_tokens
     totals = run_updates(
         models,
-        [split_into_substeps(datums, substeps, rows)],
+        datums,
         lambda part: [LossCall(part, loss, config, compute_divisor(part, normalise, max_tokens))],
-        make_adam_params(settings, progress.batch),
+        settings,
+        progress,
+        rows=rows,
     )
     return {
         **totals.compare_first(behavior_datums[::substeps]),

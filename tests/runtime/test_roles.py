@@ -20,7 +20,7 @@ from rank_server import REPO, shared_ranks
 from test_asynchronous import ENVIRONMENT, metrics, same
 
 from rl.algorithms import METHODS
-from rl.algorithms.grpo_settings import variant_settings
+from rl.algorithms.grpo import variant_settings
 from rl.config import RunSettings, parse_run
 from rl.distributed import check_roles, rank_roles
 from rl.errors import UserError
