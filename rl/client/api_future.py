@@ -8,6 +8,8 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from rl.client.service_context import ServiceContext, free_when_collected
+
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -116,11 +118,29 @@ class SavedState(APIFuture[Any]):
 
 class AwaitableClient(APIFuture[Any]):
     """Let a client also be used as a future of itself: `create_x()`, `create_x().result()`, `await
-    create_x()`. The future given to the constructor is that of the verb that made the client.
+    create_x()`.
+
+    `created`: the future of the verb that made the client. `cleanup`: the verb that frees what the
+    client holds on the ranks under `number`, once the client is released or collected.
     """
+
+    def __init__(
+        self,
+        context: ServiceContext,
+        created: concurrent.futures.Future,
+        cleanup: str,
+        number: int,
+    ):
+        super().__init__(created)
+        self._context, self._driver = context, context.driver
+        self._finalizer = free_when_collected(self, context.driver, cleanup, number)
 
     def _convert_result(self, value: Any) -> Any:
         return self
+
+    def release(self) -> None:
+        """Free the model's memory now, not when the client is collected."""
+        self._finalizer()
 
 
 def make_async(method: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:

@@ -107,10 +107,9 @@ def check_call(
             f"loss_fn is the name of a loss, got {name!r}: pass a function to "
             "forward_backward_custom"
         )
-    loss, data = get_loss(name), resolve_datum_images(data, info)
+    loss = get_loss(name)
     check_loss_config(name, loss, config)
-    if not isinstance(data, Sequence) or any(not isinstance(datum, Datum) for datum in data):
-        raise BadRequestError(f"data is a list of types.Datum, got {_describe_type(data)}")
+    data = resolve_datum_images(data, info)
     if len(data) % loss.group:
         raise BadRequestError(
             f"{name} takes datums in groups of {loss.group}, in consecutive order; got "
@@ -146,7 +145,10 @@ def resolve_images(model_input: Any, info: Mapping[str, Any]) -> Any:
     Raises UserError for images if the model reads text only, or if it reads an image as another
     number of tokens than expected.
     """
-    if not _has_images(model_input):
+    kinds = (ImageChunk, ImageAssetPointerChunk)
+    if not isinstance(model_input, ModelInput) or not any(
+        isinstance(chunk, kinds) for chunk in model_input.chunks
+    ):
         return model_input
     reader = get_image_reader(info["tokenizer"])
     if reader is None:
@@ -154,28 +156,20 @@ def resolve_images(model_input: Any, info: Mapping[str, Any]) -> Any:
     return reader.resolve_tokens(model_input)
 
 
-def resolve_datum_images(data: Sequence[Datum], info: Mapping[str, Any]) -> Sequence[Datum]:
-    """Return the datums with the images of their inputs resolved by `resolve_images`. Return the
-    same list if no datum holds an image.
+def resolve_datum_images(data: Sequence[Datum], info: Mapping[str, Any]) -> list[Datum]:
+    """Return the datums, those that hold images with inputs resolved by `resolve_images`. Raises
+    BadRequestError unless `data` is a list of datums.
     """
-    if not isinstance(data, Sequence) or not any(
-        isinstance(item, Datum) and _has_images(item.model_input) for item in data
-    ):
-        return data
+    if not isinstance(data, Sequence) or any(not isinstance(datum, Datum) for datum in data):
+        raise BadRequestError(f"data is a list of types.Datum, got {_describe_type(data)}")
     resolved = []
     for datum in data:
-        resolved.append(
-            datum.with_inputs(datum.loss_fn_inputs) if isinstance(datum, Datum) else datum
-        )
-        if isinstance(datum, Datum):
-            resolved[-1].model_input = resolve_images(datum.model_input, info)
+        model_input = resolve_images(datum.model_input, info)
+        if model_input is not datum.model_input:
+            datum = datum.with_inputs(datum.loss_fn_inputs)
+            datum.model_input = model_input
+        resolved.append(datum)
     return resolved
-
-
-def _has_images(value: Any) -> bool:
-    """Return whether the input is a ModelInput that holds an image chunk."""
-    kinds = (ImageChunk, ImageAssetPointerChunk)
-    return isinstance(value, ModelInput) and any(isinstance(chunk, kinds) for chunk in value.chunks)
 
 
 def require_value_head(info: Mapping[str, Any], caller: str) -> None:

@@ -27,7 +27,7 @@ from rl.errors import UserError
 from rl.learner import ModelSpec
 from rl.memory_plan import LaunchShape, MicroBatch, StepWork, plan_sampler_memory
 from rl.runtime import WorkerSettings, weight_sync
-from rl.runtime.router import VerbRouter
+from rl.runtime.driver import VerbRouter
 from rl.runtime.verb_table import VerbCall
 from rl.runtime.weight_sync import WeightChunk, WeightSnapshot, WeightTransfer, view_bytes
 from rl.runtime.worker_group import ClosedService, WorkerGroup
