@@ -12,8 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from rl.algorithms.advantages import ADVANTAGES, compute_returns_to_go, has_signal
-from rl.algorithms.kl_penalty import apply_kl_penalty
+from rl.algorithms.advantages import (
+    ADVANTAGES,
+    apply_kl_penalty,
+    compute_returns_to_go,
+    has_signal,
+)
 from rl.algorithms.method_interface import Models, OnlineSettings, Progress, ReferenceMethod
 from rl.algorithms.update import (
     add_loss_inputs,

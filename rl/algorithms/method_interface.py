@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
-from rl.algorithms.kl_penalty import AdaptiveKL, compute_kl_metrics, compute_logprob_gaps
+from rl.algorithms.advantages import AdaptiveKL, compute_kl_metrics, compute_logprob_gaps
 from rl.algorithms.reward_shaping import RewardShaper
 from rl.config import (
     DataSettings,

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from rl.algorithms.advantages import compute_gae
-from rl.algorithms.kl_penalty import compute_kl_metrics, compute_logprob_gaps
+from rl.algorithms.advantages import compute_gae, compute_kl_metrics, compute_logprob_gaps
 from rl.algorithms.method_interface import (
     ModelFactory,
     Models,

@@ -339,8 +339,14 @@ class UpdateSums:
 
     def summarize(self) -> dict[str, float]:
         """Return the metrics that do not depend on the loss: learning rate, largest gradient norm,
-        skipped steps, routing.
+        skipped steps, and of a mixture of experts the share of rerouted tokens and the mean
+        load-balancing loss.
         """
+        experts = {}
+        if routed := self.sums.get("routed:sum", 0.0):
+            experts["optim/rerouted"] = self.sums["rerouted:sum"] / routed
+        if counted := self.sums.get("balanced:sum", 0.0):
+            experts["optim/router_aux_loss"] = self.sums["router_aux_loss:sum"] / counted
         return {
             "optim/lr": self.params.learning_rate,
             **{
@@ -348,7 +354,7 @@ class UpdateSums:
                 for model, norms in {"policy": [], **self._norms}.items()
             },
             **{f"optim/skipped_{why}": count for why, count in self._skipped.items() if count},
-            **compute_expert_metrics(self.sums),
+            **experts,
         }
 
 
@@ -412,18 +418,6 @@ def train_single_pass(
         "optim/substeps": totals.steps,
         **compute_loss_metrics(totals.sums, datums, normalise),
     }
-
-
-def compute_expert_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the routing metrics of a mixture-of-experts model: the share of rerouted tokens and
-    the mean load-balancing loss.
-    """
-    metrics = {}
-    if routed := sums.get("routed:sum", 0.0):
-        metrics["optim/rerouted"] = sums["rerouted:sum"] / routed
-    if counted := sums.get("balanced:sum", 0.0):
-        metrics["optim/router_aux_loss"] = sums["router_aux_loss:sum"] / counted
-    return metrics
 
 
 def has_gradient(datums: Sequence[Datum], loss: str, config: Mapping[str, float]) -> bool:

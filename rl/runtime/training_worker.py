@@ -50,7 +50,7 @@ from rl.runtime.consistency import (
     to_arrays,
 )
 from rl.runtime.rank_settings import WorkerSettings
-from rl.runtime.sample_temperatures import compute_mean_temperature, resolve_temperatures
+from rl.runtime.sample_temperatures import resolve_temperatures
 from rl.runtime.sampler_versions import BaseKey, SamplerVersion
 from rl.runtime.sampling_worker import SamplingWorker, load_base
 from rl.runtime.verb_table import (
@@ -273,7 +273,9 @@ class TrainingWorker(SamplingWorker):
                 len(datums), 1
             )
         shares = learner.split_batch(datums, loss.group, temperatures[: len(datums)], part)
-        mean = compute_mean_temperature(temperatures)
+        # exact if all are equal
+        total, distinct = sum(temperatures), len(set(temperatures))
+        mean = temperatures[0] if distinct == 1 else total / len(temperatures)
         options = {"divisor": divisor, "backward": backward, "entropy": entropy}
         call = (loss_fn, settings, {**options, "use_adapters": adapters}, mean)
         arguments = {id(share): (model_id, share, *call) for share in shares}
