@@ -10,7 +10,7 @@ follows it (pitfalls of the alternatives: arXiv 2512.21852).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -247,11 +247,16 @@ def compute_kl_metrics(
 
     The result is empty without actions.
     """
-    mask = np.concatenate([d.action_mask for d in datums])
-    g = np.concatenate(list(gaps_D))[mask]
+    g = select_actions(datums, gaps_D)
     if not len(g):
         return {}
     return {f"{name}_k1": float(g.mean()), f"{name}_k3": float((np.expm1(-g) + g).mean())}
+
+
+def select_actions(datums: Sequence[Datum], values_D: Iterable[Any]) -> np.ndarray:
+    """Return the values [T] of each datum at the actions of all datums, float64."""
+    masked_D = [v[d.action_mask] for d, v in zip(datums, values_D, strict=True)]
+    return np.concatenate(masked_D).astype(np.float64)
 
 
 def discounted_future_sums(values_T: np.ndarray, mask_T: np.ndarray, discount: float) -> np.ndarray:
@@ -284,7 +289,7 @@ def apply_kl_penalty(
         discounted_future_sums(gap_T, mask_T, discount)
         for gap_T, mask_T in zip(gaps_D, masks_D, strict=True)
     ]
-    charges = np.concatenate(charges_D)[np.concatenate(masks_D)]
+    charges = select_actions(datums, charges_D)
     mean = float(charges.mean()) if len(charges) else 0.0
     result = []
     for datum, charge_T, mask_T in zip(datums, charges_D, masks_D, strict=True):

@@ -29,7 +29,7 @@ from rl.algorithms.row_datums import (
     train_pairs,
     truncate_datum,
 )
-from rl.algorithms.update import UpdateSums, add_loss_inputs
+from rl.algorithms.update import UpdateSums, add_loss_field
 from rl.config import (
     DataSettings,
     Range,
@@ -185,10 +185,7 @@ class DPO(PreferenceMethod, RowEvaluator):
             scored = [self._get_precomputed(datum) for datum in pairs]
         else:
             scored = models.reference.logprobs(pairs)
-        return [
-            add_loss_inputs(datum, ref_logprobs=logprobs)
-            for datum, logprobs in zip(pairs, scored, strict=True)
-        ]
+        return add_loss_field(pairs, "ref_logprobs", scored)
 
     def _get_precomputed(self, datum: Datum) -> np.ndarray:
         """Return the precomputed reference logprobs of a datum. Raises ValueError if the datum was

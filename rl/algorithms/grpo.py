@@ -20,7 +20,7 @@ from rl.algorithms.advantages import (
 )
 from rl.algorithms.method_interface import Models, OnlineSettings, Progress, ReferenceMethod
 from rl.algorithms.update import (
-    add_loss_inputs,
+    add_loss_field,
     add_proximal_weight,
     apply_truncated_is,
     correct_by_settings,
@@ -428,10 +428,7 @@ class GRPO(ReferenceMethod):
         if self.settings.kl.kl_placement == "reward":
             discount = self.settings.policy_gradient.kl_discount
             return apply_kl_penalty(datums, ref_D, self.kl.coefficient, discount)[0]
-        return [
-            add_loss_inputs(datum, ref_logprobs=ref_T)
-            for datum, ref_T in zip(datums, ref_D, strict=True)
-        ]
+        return add_loss_field(datums, "ref_logprobs", ref_D)
 
     def update(
         self, models: Models, datums: Sequence[Datum], progress: Progress

@@ -30,6 +30,7 @@ from rl.algorithms.row_datums import (
 )
 from rl.algorithms.update import (
     LossCall,
+    add_loss_field,
     add_loss_inputs,
     run_updates,
 )
@@ -134,10 +135,7 @@ class KTO(RowEvaluator):
         ]
         self._row_indices = [i for i, of_row in enumerate(answers) for _ in of_row]
         scored = models.reference.logprobs([*answers_D, *mismatched])
-        datums = [
-            add_loss_inputs(datum, ref_logprobs=lp)
-            for datum, lp in zip([*answers_D, *mismatched], scored, strict=True)
-        ]
+        datums = add_loss_field([*answers_D, *mismatched], "ref_logprobs", scored)
         self._mismatched = datums[len(answers_D) :]
         return datums[: len(answers_D)]
 

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from rl.algorithms.advantages import compute_gae, compute_kl_metrics, compute_logprob_gaps
+from rl.algorithms.advantages import (
+    compute_gae,
+    compute_kl_metrics,
+    compute_logprob_gaps,
+    select_actions,
+)
 from rl.algorithms.method_interface import (
     ModelFactory,
     Models,
@@ -26,6 +31,7 @@ from rl.algorithms.method_interface import (
 from rl.algorithms.update import (
     LossCall,
     UpdateSums,
+    add_loss_field,
     add_loss_inputs,
     compute_divisor,
     compute_token_means,
@@ -204,10 +210,11 @@ class PPO(ReferenceMethod):
         ref_D, gaps_D = self.score_reference(datums, models)
         if self.settings.kl.kl_placement == "reward":
             return datums, [self.kl.coefficient * gap_T for gap_T in gaps_D]
-        return [
-            add_loss_inputs(datum, ref_logprobs=np.where(datum.action_mask, ref_T, 0.0))
+        at_actions_D = [
+            np.where(datum.action_mask, ref_T, 0.0)
             for datum, ref_T in zip(datums, ref_D, strict=True)
-        ], charges_D
+        ]
+        return add_loss_field(datums, "ref_logprobs", at_actions_D), charges_D
 
     # ---------------------------------------------------------------------------------------- learn
 
@@ -421,17 +428,14 @@ def _is_cut_off(trajectory: Trajectory) -> bool:
     return last.truncated or last.ac.stop_reason == "length"
 
 
-def _gather_actions(datums: Sequence[Datum], name: str) -> np.ndarray:
-    """Return a field's values at the actions of all datums, float64."""
-    values = [d.loss_fn_inputs[name].array[d.action_mask] for d in datums]
-    return np.concatenate(values).astype(np.float64)
-
-
 def _compute_value_metrics(datums: Sequence[Datum]) -> dict[str, float]:
     """Return value metrics. Explained variance is 1 - var(R - V) / var(R): 1 if the old values
     predict the returns perfectly, 0 if no better than their mean.
     """
-    returns, values = _gather_actions(datums, "returns"), _gather_actions(datums, "values_old")
+    returns, values = (
+        select_actions(datums, [d.loss_fn_inputs[name].array for d in datums])
+        for name in ("returns", "values_old")
+    )
     spread = float(returns.var())
     explained = 1 - float((returns - values).var()) / spread if spread > 0 else 0.0
     return {

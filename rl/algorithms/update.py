@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rl.algorithms.advantages import select_actions
 from rl.algorithms.importance_correction import (
     ImportanceCorrection,
     apply_correction,
@@ -244,6 +245,16 @@ def add_proximal_weight(datums: Sequence[Datum], version: int) -> list[Datum]:
 def add_loss_inputs(datum: Datum, **fields: np.ndarray) -> Datum:
     """Return the datum with these loss inputs added or replaced."""
     return datum.with_inputs({**datum.loss_fn_inputs, **fields})
+
+
+def add_loss_field(
+    datums: Sequence[Datum], name: str, values_D: Iterable[np.ndarray]
+) -> list[Datum]:
+    """Return the datums with a loss input added or replaced, each with its values [T]."""
+    return [
+        add_loss_inputs(datum, **{name: values_T})
+        for datum, values_T in zip(datums, values_D, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -487,11 +498,8 @@ def compare_sampler_and_learner(
     `kl_sample_train_v1` = mean d, `_v2` = mean d^2 / 2 (two estimators of KL(sampler || learner)),
     `max_logprob_difference` = max |d|, and `entropy` = -mean q.
     """
-    masks = np.concatenate([d.action_mask for d in datums])
-    q = np.concatenate([d.loss_fn_inputs["logprobs"].array for d in datums])[masks].astype(
-        np.float64
-    )
-    p = np.concatenate(list(logprobs))[masks].astype(np.float64)
+    q = select_actions(datums, [d.loss_fn_inputs["logprobs"].array for d in datums])
+    p = select_actions(datums, logprobs)
     if not len(q):
         return {}
     d = q - p

@@ -117,8 +117,14 @@ def check_call(
         )
     if loss.needs_values(config):
         require_value_head(info, f"the loss {name!r}" if loss.values else "value_coef")
-    data = add_masks(data, name, loss, config, context) if context is not None else data
-    known = (*loss.known_fields, "weights") if reads_weights_as_mask(loss) else loss.known_fields
+    known = loss.known_fields
+    reads_weights_as_mask = "mask" in known and "weights" not in known
+    if reads_weights_as_mask:
+        known = (*known, "weights")
+    if context is not None:
+        if reads_weights_as_mask:
+            data = [_convert_weights_to_mask(i, datum) for i, datum in enumerate(data)]
+        data = add_masks(data, name, loss, config, context)
     for i, datum in enumerate(data):
         check_datum(
             i,
@@ -215,13 +221,6 @@ def check_target_logprobs(targets: Any, prompt_tokens: int, vocabulary: int) -> 
     return targets.array
 
 
-def reads_weights_as_mask(loss: LossSpec) -> bool:
-    """Return whether the loss reads `weights` of a datum as its mask: it has a mask and no
-    `weights` field.
-    """
-    return "mask" in loss.known_fields and "weights" not in loss.known_fields
-
-
 def add_masks(
     data: Sequence[Datum],
     name: str,
@@ -232,14 +231,10 @@ def add_masks(
     """Return the datums, each with the `mask` that the loss called `name` reads. Return the same
     list if no mask has to be added.
 
-    `weights` of 0 and 1 are the mask of a loss that has no `weights` field. A datum with neither
-    field takes the recorded samples of this service and the positions with a nonzero advantage; a
-    remark reports that once. Malformed fields stay as they are: `check_datum` reports them. Raises
-    BadRequestError, which names the datum, if `weights` hold other values than 0 and 1, or differ
-    from the datum's mask.
+    A datum without a mask takes the recorded samples of this service and the positions with a
+    nonzero advantage; a remark reports that once. Malformed fields stay as they are: `check_datum`
+    reports them.
     """
-    if reads_weights_as_mask(loss):
-        data = [_convert_weights_to_mask(i, datum) for i, datum in enumerate(data)]
     needs = loss.terms and (loss.needs_mask or list_enabled_terms(config))
     if not needs or all(
         any(field in datum.loss_fn_inputs for field in MASK_FIELDS) for datum in data
@@ -255,8 +250,9 @@ def add_masks(
 
 
 def _convert_weights_to_mask(index: int, datum: Datum) -> Datum:
-    """Return the datum with `weights` moved to `mask`. Raises BadRequestError if they are not 0 or
-    1, or differ from its mask.
+    """Return the datum with `weights` of 0 and 1 moved to `mask`, for a loss that has a mask and no
+    `weights` field. Malformed weights stay as they are: `check_datum` reports them. Raises
+    BadRequestError if weights are not 0 or 1, or differ from the datum's mask.
     """
     fields = datum.loss_fn_inputs
     weights = fields.get("weights")
