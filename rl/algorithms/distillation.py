@@ -221,13 +221,13 @@ class Distillation(Method):
         """
         credited: list[Datum] = []
         gaps: list[np.ndarray] = []  # of each episode
-        for name, members in _group_by_teacher(models, groups).items():
+        for teacher, members in _group_by_teacher(models, groups):
             episodes = [
                 EpisodeTokens(trajectory)
                 for group in members
                 for trajectory in group.trajectories_G
             ]
-            scores = FrozenScorer(models.others["teachers"][name]).logprobs(
+            scores = FrozenScorer(teacher).logprobs(
                 [datum for episode in episodes for datum in episode.parts],
                 self.settings.sampling.temperature,
             )
@@ -260,8 +260,7 @@ class Distillation(Method):
         the last column, the answer's token.
         """
         datums: list[Datum] = []
-        for name, members in _group_by_teacher(models, rows).items():
-            client = models.others["teachers"][name]
+        for client, members in _group_by_teacher(models, rows):
             if self.options.learn_from == "data":
                 plain = [
                     truncate_datum(self.settings.data, make_response_datum(row, renderer))
@@ -464,9 +463,11 @@ def find_teacher(models: Models, tag: str) -> str:
     return tag if tag in models.others["teachers"] else ""
 
 
-def _group_by_teacher(models: Models, items: Sequence[Item]) -> dict[str, list[Item]]:
-    """Return groups or rows by the key of their data set's teacher."""
+def _group_by_teacher(
+    models: Models, items: Sequence[Item]
+) -> list[tuple[SamplingClient, list[Item]]]:
+    """Return (teacher, its groups or rows) for each teacher key in the order of first use."""
     by_teacher: dict[str, list[Item]] = {}
     for item in items:
         by_teacher.setdefault(find_teacher(models, item.tag), []).append(item)
-    return by_teacher
+    return [(models.others["teachers"][name], members) for name, members in by_teacher.items()]

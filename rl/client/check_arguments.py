@@ -267,15 +267,13 @@ def _convert_weights_to_mask(index: int, datum: Datum) -> Datum:
         )
     for name in MASK_FIELDS:
         mask = fields.get(name)
-        if (
-            mask is not None
-            and mask.array.shape == weights.array.shape
-            and ((mask.array != 0) != (weights.array != 0)).any()
-        ):
-            position = int(np.flatnonzero((mask.array != 0) != (weights.array != 0))[0])
+        if mask is None or mask.array.shape != weights.array.shape:
+            continue
+        differences = np.flatnonzero((mask.array != 0) != (weights.array != 0))
+        if len(differences):
             raise BadRequestError(
                 f"datum {index} has 'weights' and {name!r}, which both mark which targets are "
-                f"actions, and they differ first at position {position}: remove either field"
+                f"actions, and they differ first at position {differences[0]}: remove either field"
             )
     kept_fields = {name: value for name, value in fields.items() if name != "weights"}
     return datum.with_inputs(
