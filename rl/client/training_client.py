@@ -456,13 +456,7 @@ class TrainingClient(AwaitableClient):
                 minimum=0,
                 open_ends=True,
             )
-        path = (
-            str(parent / name)
-            if parent is not None
-            else self._context.choose_save_folder(self.model_id, kind, name)
-        )
-        self._context.record_saved_folder(path, self.model_id)
-        return path
+        return self._context.choose_save_folder(self.model_id, kind, name, parent)
 
     def _merge_user_metadata(self, user_metadata: Mapping[str, str] | None) -> dict[str, str]:
         """Return the user metadata of service, client and call, merged in this order."""
