@@ -372,7 +372,9 @@ class GRPO(ReferenceMethod):
         datums: list[Datum] = []
         for i, (group, advantages_G_N) in enumerate(zip(groups, advantages_P_G_N, strict=True)):
             for trajectory, advantages_N in zip(group.trajectories_G, advantages_G_N, strict=True):
-                advantages = advantages_N[0] if kind == "sum" else advantages_N
+                advantages: float | Sequence[float] = advantages_N
+                if kind == "sum":
+                    advantages = advantages_N[0]
                 if i in kept:
                     datums += trajectory_to_datums(trajectory, advantages)
                 else:

@@ -377,7 +377,7 @@ def run_updates(
     progress: Progress,
     *,
     rows: Sequence[int] = (),
-    epochs: Iterable[Sequence[Sequence[Item]]] = (),
+    epochs: Iterable[Sequence[Sequence[Item]]] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> UpdateSums:
     """Take the optimizer steps of a batch; the loop of every method.
@@ -387,7 +387,9 @@ def run_updates(
     (`split_into_substeps`, with `rows`). `should_stop` is called after each epoch.
     """
     totals = UpdateSums(make_adam_params(settings, progress.batch))
-    for parts in epochs or [split_into_substeps(items, settings.optim.num_substeps, rows)]:
+    if epochs is None:
+        epochs = [split_into_substeps(items, settings.optim.num_substeps, rows)]
+    for parts in epochs:
         for part in parts:
             totals.take_step(models, make_calls(part))
         totals.epochs += 1

@@ -183,7 +183,8 @@ class SamplingWorker:
         # rank 0 may have seen a server fail
         if self.objects.broadcast_verb(pool.is_resident(weights_id)):
             return
-        loads, contexts = None, None  # of each server
+        # of each server: whether it has the weights, and its longest sequence
+        servers: tuple[list[bool], list[int]] = ([], [])
         used = (
             self.objects.gather(pool.find_used_adapters())
             if decoder.base_decoder is not None
@@ -194,8 +195,8 @@ class SamplingWorker:
                 assert decoder.weights is not None
                 names = {name for part in used or () for name in part}
                 loads = pool.load_weights(decoder.weights, names)
-                contexts = [server.max_context for server in pool.servers]
-        pool.set_weights(weights_id, *self.objects.broadcast_verb((loads, contexts)))
+                servers = (loads, [server.max_context for server in pool.servers])
+        pool.set_weights(weights_id, *self.objects.broadcast_verb(servers))
 
     def _send_saved_weights(
         self, loaded: LoadedModel, version_id: int, version: int
