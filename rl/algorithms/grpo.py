@@ -365,7 +365,7 @@ class GRPO(ReferenceMethod):
         elif kind == "to_go":
             rewards_P_G_N = _sum_to_go(rewards_P_G_N, discount)
         problems_P = [f"{group.tag}/{group.problem_index}" for group in groups]
-        advantages_P_G_N, trained = self._estimate_advantages(rewards_P_G_N, problems_P)
+        advantages_P_G_N, trained = self._compare_rewards(rewards_P_G_N, problems_P)
         if kind == "process_supervision":
             advantages_P_G_N = _sum_to_go(advantages_P_G_N, discount)
         kept = trained or ({0} if keep_first else set())
@@ -381,7 +381,7 @@ class GRPO(ReferenceMethod):
                     record_advantages(trajectory, advantages)
         return self._apply_reference(datums, models) if self.kl.needs_reference else datums
 
-    def _estimate_advantages(
+    def _compare_rewards(
         self, rewards_P_G_N: Sequence[Sequence[Sequence[float]]], problems_P: Sequence[str]
     ) -> tuple[list[list[list[float]]], set[int]]:
         """Return (advantages [P][G][N], the groups to train on).
@@ -390,7 +390,7 @@ class GRPO(ReferenceMethod):
         of a group at the same turn. A group is dropped only if this comparison is the only source
         of gradient and all rewards are equal.
         """
-        options, estimator = self.settings.policy_gradient, self.estimator
+        options = self.settings.policy_gradient
         by_turn = options.step_rewards == "to_go"
         # by (group, turn): the members (g, n) of the cell
         cells: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -401,15 +401,12 @@ class GRPO(ReferenceMethod):
         rewards_C_K = [
             [rewards_P_G_N[p][g][n] for g, n in members] for (p, _), members in cells.items()
         ]
-        if estimator.state_key is not None:
-            keys_C = [problems_P[p] + (f"/turn {turn}" if turn else "") for p, turn in cells]
-            advantages_C_K = self._baselines[estimator.state_key](rewards_C_K, keys_C)
-        elif estimator.scope == "batch":
-            advantages_C_K = estimator.fn(rewards_C_K)
-        else:
-            advantages_C_K = [estimator.fn(rewards_K) for rewards_K in rewards_C_K]
+        keys_C = [problems_P[p] + (f"/turn {turn}" if turn else "") for p, turn in cells]
+        advantages_C_K = self._estimate_advantages(rewards_C_K, keys_C)
         keeps_all = (
-            not estimator.compares_members or self.kl.needs_reference or options.entropy_coef > 0
+            not self.estimator.compares_members
+            or self.kl.needs_reference
+            or options.entropy_coef > 0
         )
         advantages_P_G_N = [[[0.0] * len(steps) for steps in group] for group in rewards_P_G_N]
         trained = set()
@@ -421,6 +418,21 @@ class GRPO(ReferenceMethod):
             if keeps_all or has_signal(rewards_K):
                 trained.add(p)
         return advantages_P_G_N, trained
+
+    def _estimate_advantages(
+        self, rewards_C_K: Sequence[Sequence[float]], keys_C: Sequence[str]
+    ) -> Sequence[Any]:
+        """Return an advantage for each reward; C cells of K rewards that are compared with each
+        other.
+        """
+        estimator = self.estimator
+        if estimator.state_key is not None:
+            return self._baselines[estimator.state_key](rewards_C_K, keys_C)
+        return (
+            estimator.fn(rewards_C_K)
+            if estimator.scope == "batch"
+            else [estimator.fn(rewards_K) for rewards_K in rewards_C_K]
+        )
 
     def _apply_reference(self, datums: list[Datum], models: Models) -> list[Datum]:
         """Charge the KL to the reference to the advantages, or add the reference's logprobs for the
