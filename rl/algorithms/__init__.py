@@ -4,10 +4,14 @@ methods. Their shared parts are in `update.py`.
 
 from rl.algorithms.advantages import (
     ADVANTAGES,
+    AdaptiveKL,
     AdvantageEstimator,
     PerProblemBaseline,
     RunningMeanBaseline,
+    apply_kl_penalty,
     compute_gae,
+    compute_kl_metrics,
+    compute_logprob_gaps,
     compute_returns_to_go,
     has_signal,
     normalize_by_batch,
@@ -15,19 +19,18 @@ from rl.algorithms.advantages import (
 from rl.algorithms.best_of_n import BestOfN
 from rl.algorithms.distillation import Distillation
 from rl.algorithms.dpo import DPO
-from rl.algorithms.grpo import GRPO, REINFORCE, ReinforceSettings
-from rl.algorithms.grpo_settings import GrpoSettings, PolicyGradientSettings
+from rl.algorithms.grpo import (
+    GRPO,
+    REINFORCE,
+    GrpoSettings,
+    PolicyGradientSettings,
+    ReinforceSettings,
+)
 from rl.algorithms.importance_correction import (
     ImportanceCorrection,
     apply_correction,
     index_episodes,
     merge_effective_sample_size,
-)
-from rl.algorithms.kl_penalty import (
-    AdaptiveKL,
-    apply_kl_penalty,
-    compute_kl_metrics,
-    compute_logprob_gaps,
 )
 from rl.algorithms.kto import KTO
 from rl.algorithms.method_interface import (
@@ -39,12 +42,11 @@ from rl.algorithms.method_interface import (
     Progress,
     RowEvaluator,
 )
-from rl.algorithms.method_registry import METHODS
+from rl.algorithms.method_registry import METHODS, report_renamed_classes
 from rl.algorithms.offline import Offline, RolloutDataSettings, check_stored_answer
 from rl.algorithms.online_dpo import OnlineDPO
 from rl.algorithms.orpo_simpo import ORPO, SIMPO, ReferenceFreeDPO
 from rl.algorithms.ppo import PPO, RLHF, PpoOptions, PpoSettings
-from rl.algorithms.renamed_classes import report_renamed_classes
 from rl.algorithms.reward_model import RewardModelTraining
 from rl.algorithms.reward_shaping import RewardShaper
 from rl.algorithms.sft import SFT, SftSettings

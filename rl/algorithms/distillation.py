@@ -25,9 +25,7 @@ from rl.algorithms.row_datums import truncate_datum
 from rl.algorithms.sft import make_response_datum
 from rl.algorithms.update import (
     LossCall,
-    make_adam_params,
     run_updates,
-    split_into_substeps,
     train_single_pass,
 )
 from rl.config import (
@@ -46,7 +44,7 @@ from rl.config import (
 from rl.errors import UserError
 from rl.judges import FrozenScorer
 from rl.renderers import renderer_for_row
-from rl.rollout import TrajectoryGroup, supervised_datum, trajectory_to_datums
+from rl.rollout import TrajectoryGroup, supervised_datum
 from rl.seed import derive_seed
 from rl.types import Datum, ModelInput, Problem, SamplingParams
 
@@ -223,25 +221,26 @@ class Distillation(Method):
         """
         credited: list[Datum] = []
         gaps: list[np.ndarray] = []  # of each episode
-        for name, members in _group_by_teacher(models, groups).items():
-            trajectories = [trajectory for group in members for trajectory in group.trajectories_G]
-            # token advantages follow
-            parts_I = [trajectory_to_datums(trajectory, 0.0) for trajectory in trajectories]
-            scores = FrozenScorer(models.others["teachers"][name]).logprobs(
-                [datum for parts in parts_I for datum in parts],
+        for teacher, members in _group_by_teacher(models, groups):
+            episodes = [
+                EpisodeTokens(trajectory)
+                for group in members
+                for trajectory in group.trajectories_G
+            ]
+            scores = FrozenScorer(teacher).logprobs(
+                [datum for episode in episodes for datum in episode.parts],
                 self.settings.sampling.temperature,
             )
             scores_D = iter(scores)
-            for trajectory, parts in zip(trajectories, parts_I, strict=True):
-                episode = EpisodeTokens(trajectory, parts)
+            for episode in episodes:
                 gaps.append(
                     episode.gather_actions(
-                        [d.loss_fn_inputs["logprobs"].array - next(scores_D) for d in parts]
+                        [d.loss_fn_inputs["logprobs"].array - next(scores_D) for d in episode.parts]
                     )
                 )
                 returns = compute_returns_to_go(gaps[-1], self.options.kl_discount)
                 advantages = -np.asarray(returns)
-                trajectory.advantage = float(advantages.mean())
+                episode.trajectory.advantage = float(advantages.mean())
                 credited += episode.make_datums(advantages=advantages)
         all_gaps = np.concatenate(gaps)
         # The sum of the gaps of a sequence is an unbiased estimate of KL(student || teacher) over
@@ -261,8 +260,7 @@ class Distillation(Method):
         the last column, the answer's token.
         """
         datums: list[Datum] = []
-        for name, members in _group_by_teacher(models, rows).items():
-            client = models.others["teachers"][name]
+        for client, members in _group_by_teacher(models, rows):
             if self.options.learn_from == "data":
                 plain = [
                     truncate_datum(self.settings.data, make_response_datum(row, renderer))
@@ -343,12 +341,7 @@ class Distillation(Method):
                 config={"temperature": settings.sampling.temperature},
             )
             return {**metrics, **self._metrics}
-        totals = run_updates(
-            models,
-            [split_into_substeps(datums, settings.optim.num_substeps)],
-            self._make_calls,
-            make_adam_params(settings, progress.batch),
-        )
+        totals = run_updates(models, datums, self._make_calls, settings, progress)
         tokens = _count_weighted(datums)
         alpha, t = self.options.alpha, self.options.distill_temperature
         sums = {name: totals.sums[f"{name}_loss:sum"] for name in self._terms}
@@ -470,9 +463,11 @@ def find_teacher(models: Models, tag: str) -> str:
     return tag if tag in models.others["teachers"] else ""
 
 
-def _group_by_teacher(models: Models, items: Sequence[Item]) -> dict[str, list[Item]]:
-    """Return groups or rows by the key of their data set's teacher."""
+def _group_by_teacher(
+    models: Models, items: Sequence[Item]
+) -> list[tuple[SamplingClient, list[Item]]]:
+    """Return (teacher, its groups or rows) for each teacher key in the order of first use."""
     by_teacher: dict[str, list[Item]] = {}
     for item in items:
         by_teacher.setdefault(find_teacher(models, item.tag), []).append(item)
-    return by_teacher
+    return [(models.others["teachers"][name], members) for name, members in by_teacher.items()]

@@ -26,11 +26,10 @@ from rl.algorithms.row_datums import (
     evaluate_by_tag,
     get_pair,
     make_answer_datum,
-    summarize_pairs,
     train_pairs,
     truncate_datum,
 )
-from rl.algorithms.update import UpdateSums, add_loss_inputs, make_adam_params
+from rl.algorithms.update import UpdateSums, add_loss_field
 from rl.config import (
     DataSettings,
     Range,
@@ -112,15 +111,10 @@ class PreferenceMethod(Method):
         """Update the policy in a single pass over the pairs. `optim/loss` and `rewards/...` are
         means over pairs, measured before each update.
         """
-        totals = train_pairs(
-            models,
-            datums,
-            self._loss(),
-            self._config(),
-            make_adam_params(self.settings, progress.batch),
-            self.settings.optim.num_substeps,
+        metrics, totals = train_pairs(
+            models, datums, self.settings, progress, loss=self._loss(), config=self._config()
         )
-        return {**summarize_pairs(totals, datums), **self._extra_metrics(totals)}
+        return metrics | self._extra_metrics(totals)
 
     def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
         """Return further metrics."""
@@ -191,10 +185,7 @@ class DPO(PreferenceMethod, RowEvaluator):
             scored = [self._get_precomputed(datum) for datum in pairs]
         else:
             scored = models.reference.logprobs(pairs)
-        return [
-            add_loss_inputs(datum, ref_logprobs=logprobs)
-            for datum, logprobs in zip(pairs, scored, strict=True)
-        ]
+        return add_loss_field(pairs, "ref_logprobs", scored)
 
     def _get_precomputed(self, datum: Datum) -> np.ndarray:
         """Return the precomputed reference logprobs of a datum. Raises ValueError if the datum was

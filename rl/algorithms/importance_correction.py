@@ -62,16 +62,11 @@ class ImportanceCorrection:
                 f"the bounds of a correction must be ratios with 0 <= low < high; got {self.low} "
                 f"to {self.high}"
             )
-        if self.uses_weights and self.level == "geometric":
+        if self.kind in ("truncate", "icepop") and self.level == "geometric":
             raise ValueError(
                 "a geometric mean is no importance weight: use kind mask, as truncate and icepop "
                 "weight the tokens"
             )
-
-    @property
-    def uses_weights(self) -> bool:
-        """Return whether the correction multiplies tokens by weights."""
-        return self.kind in ("truncate", "icepop")
 
 
 def index_episodes(datums: Sequence[Datum]) -> list[int]:

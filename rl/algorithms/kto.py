@@ -25,14 +25,14 @@ from rl.algorithms.row_datums import (
     cut_datum,
     evaluate_by_tag,
     make_answer_datum,
+    summarize_means,
     truncate_datum,
 )
 from rl.algorithms.update import (
     LossCall,
+    add_loss_field,
     add_loss_inputs,
-    make_adam_params,
     run_updates,
-    split_into_substeps,
 )
 from rl.config import (
     DataFormat,
@@ -41,7 +41,6 @@ from rl.config import (
     Range,
     check_ranges,
 )
-from rl.rollout import count_action_tokens
 from rl.types import Datum, Problem
 
 
@@ -136,10 +135,7 @@ class KTO(RowEvaluator):
         ]
         self._row_indices = [i for i, of_row in enumerate(answers) for _ in of_row]
         scored = models.reference.logprobs([*answers_D, *mismatched])
-        datums = [
-            add_loss_inputs(datum, ref_logprobs=lp)
-            for datum, lp in zip([*answers_D, *mismatched], scored, strict=True)
-        ]
+        datums = add_loss_field([*answers_D, *mismatched], "ref_logprobs", scored)
         self._mismatched = datums[len(answers_D) :]
         return datums[: len(answers_D)]
 
@@ -164,19 +160,10 @@ class KTO(RowEvaluator):
 
         pairs = list(zip(datums, self._mismatched, strict=True))
         totals = run_updates(
-            models,
-            [split_into_substeps(pairs, self.settings.optim.num_substeps, self._row_indices)],
-            make_calls,
-            make_adam_params(self.settings, progress.batch),
+            models, pairs, make_calls, self.settings, progress, rows=self._row_indices
         )
-        means = compute_label_metrics(totals.sums)
-        return {
-            **totals.summarize(),
-            "optim/loss": means.pop("loss"),
-            **means,
-            "optim/tokens": count_action_tokens(datums),
-            "optim/kl_ref_k1": float(np.mean(distances)),
-        }
+        metrics = summarize_means(totals, compute_label_metrics(totals.sums), datums)
+        return {**metrics, "optim/kl_ref_k1": float(np.mean(distances))}
 
     def _estimate_kl(self, models: Models, mismatched: Sequence[Datum]) -> float:
         """Return z: the mean over mismatched prompts and answers of the sum of lp - ref, at least

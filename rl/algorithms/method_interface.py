@@ -9,12 +9,12 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
-from rl.algorithms.kl_penalty import AdaptiveKL, compute_kl_metrics, compute_logprob_gaps
+from rl.algorithms.advantages import AdaptiveKL, compute_kl_metrics, compute_logprob_gaps
 from rl.algorithms.reward_shaping import RewardShaper
 from rl.config import (
     DataSettings,
@@ -450,8 +450,18 @@ class OnlineMethod(Method):
         self.shaper = RewardShaper(settings.shaping, settings.sampling.max_tokens)
 
     def shape_rewards(self, groups: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-        """Return the groups with rewards shaped by the section `shaping`."""
-        return self.shaper.shape_groups(groups, by_step=self.learns_by_step)
+        """Return the groups with rewards shaped by the section `shaping`: those of each step, or
+        of whole episodes.
+        """
+        rewards_P_G_N = (
+            self.shaper.shape_steps(groups)
+            if self.learns_by_step
+            else [[[total] for total in totals_G] for totals_G in self.shaper.shape_totals(groups)]
+        )
+        return [
+            replace(group, shaped_rewards_G_N=rewards_G_N)
+            for group, rewards_G_N in zip(groups, rewards_P_G_N, strict=True)
+        ]
 
     @property
     def shaping_metrics(self) -> dict[str, float]:

@@ -1,14 +1,17 @@
 """Register the built-in methods, and load those of users: `train.py mine.py:Method` names a class
-in a file.
+in a file. Name the present class in the error for a class that was renamed: files of users import
+it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from rl.algorithms.best_of_n import BestOfN
 from rl.algorithms.distillation import Distillation
@@ -32,6 +35,17 @@ _RENAMED_HOOKS = {
     "datums": "build_datums", "begin": "prepare_rows", "remark": "describe_data",
     "remark_on_data": "describe_data",
 }  # fmt: skip
+
+RENAMED_CLASSES = {
+    "PolicyGradient": "GRPO",
+    "Ppo": "PPO",
+    "Sft": "SFT",
+    "Dpo": "DPO",
+    "Kto": "KTO",
+    "OnlineDpo": "OnlineDPO",
+    "WithoutReference": "ReferenceFreeDPO",
+    "BradleyTerry": "RewardModelTraining",
+}
 
 
 class MethodRegistry(dict[str, type[Method]]):
@@ -160,3 +174,22 @@ METHODS = MethodRegistry(
         "distill": Distillation,
     }
 )
+
+
+def report_renamed_classes(package: str) -> None:
+    """Set the `__getattr__` of a package and of its imported modules to `_raise_renamed`."""
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(f"{package}."):
+            vars(module)["__getattr__"] = partial(_raise_renamed, name)
+
+
+def _raise_renamed(module: str, name: str) -> NoReturn:
+    """Raise ImportError for a renamed class, since `from module import name` drops the message of
+    an AttributeError.
+    """
+    if name in RENAMED_CLASSES:
+        raise ImportError(
+            f"{module}.{name} was renamed to {RENAMED_CLASSES[name]}: import "
+            f"rl.algorithms.{RENAMED_CLASSES[name]}"
+        )
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ import numpy as np
 
 from rl.algorithms.dpo import PreferenceMethod, PreferenceSettings
 from rl.algorithms.method_interface import Models, OnlineMethod, OnlineSettings
-from rl.algorithms.update import UpdateSums, add_loss_inputs, compare_sampler_and_learner
+from rl.algorithms.update import UpdateSums, add_loss_field, compare_sampler_and_learner
 from rl.config import (
     Range,
     check_ranges,
@@ -101,12 +101,10 @@ class OnlineDPO(OnlineMethod, PreferenceMethod):
         ]
         if not self.settings.preference.reference_free:
             scored = models.reference.logprobs(stripped, self.settings.sampling.temperature)
-            stripped = [
-                add_loss_inputs(datum, ref_logprobs=logprobs)
-                for datum, logprobs in zip(stripped, scored, strict=True)
-            ]
+            stripped = add_loss_field(stripped, "ref_logprobs", scored)
         if not self._num_pairs:
-            stripped = [add_loss_inputs(d, mask=np.zeros(d.model_input.length)) for d in stripped]
+            zeros = [np.zeros(datum.model_input.length) for datum in stripped]
+            stripped = add_loss_field(stripped, "mask", zeros)
         by_member = dict(zip(members, stripped, strict=True))
         self._behavior_datums = {
             id(pair_datum): full for pair_datum, full in zip(stripped, sampled, strict=True)

@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from rl.algorithms.advantages import compute_gae
-from rl.algorithms.kl_penalty import compute_kl_metrics, compute_logprob_gaps
+from rl.algorithms.advantages import (
+    compute_gae,
+    compute_kl_metrics,
+    compute_logprob_gaps,
+    select_actions,
+)
 from rl.algorithms.method_interface import (
     ModelFactory,
     Models,
@@ -27,11 +31,11 @@ from rl.algorithms.method_interface import (
 from rl.algorithms.update import (
     LossCall,
     UpdateSums,
+    add_loss_field,
     add_loss_inputs,
     compute_divisor,
     compute_token_means,
     correct_by_settings,
-    make_adam_params,
     run_updates,
 )
 from rl.config import (
@@ -159,38 +163,37 @@ class PPO(ReferenceMethod):
         `ref_logprobs` for a KL term in the loss).
         """
         options = self.settings.ppo
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories_G]
+        episodes = [
+            EpisodeTokens(trajectory) for group in groups for trajectory in group.trajectories_G
+        ]
         rewards_I_N = [steps for group in groups for steps in group.get_step_rewards()]
-        # token advantages follow
-        parts_I = [trajectory_to_datums(trajectory, 0.0) for trajectory in trajectories]
-        flat = [datum for parts in parts_I for datum in parts]
+        flat = [datum for episode in episodes for datum in episode.parts]
         values_D = iter(_compute_values(models.critic or models.policy, flat))
         datums, charges = self._score_reference(flat, models)
         datums_D, charges_D = iter(datums), iter(charges)
-        episodes: list[tuple[EpisodeTokens, dict[str, np.ndarray]]] = []
-        for trajectory, parts, rewards_N in zip(trajectories, parts_I, rewards_I_N, strict=True):
-            episode = EpisodeTokens(trajectory, [next(datums_D) for _ in parts])
-            values_parts = [next(values_D) for _ in parts]
+        columns_I: list[dict[str, np.ndarray]] = []
+        for episode, rewards_N in zip(episodes, rewards_I_N, strict=True):
+            episode.parts = [next(datums_D) for _ in episode.parts]
+            values_parts = [next(values_D) for _ in episode.parts]
             rewards = episode.place_rewards(rewards_N) - episode.gather_actions(
-                [next(charges_D) for _ in parts]
+                [next(charges_D) for _ in episode.parts]
             )
             values = episode.gather_actions(values_parts)
-            bootstraps = options.truncated == "bootstrap" and _is_cut_off(trajectory)
+            bootstraps = options.truncated == "bootstrap" and _is_cut_off(episode.trajectory)
             bootstrap = float(values_parts[episode.last_part][-1]) if bootstraps else 0.0
             advantages = compute_gae(
                 rewards, values, gamma=options.gamma, lam=options.gae_lambda, bootstrap=bootstrap
             )
-            trajectory.advantage = float(advantages.mean())
-            columns = {
-                "advantages": advantages,
-                "returns": advantages + values,
-                "values_old": values,
-            }
-            episodes.append((episode, columns))
+            episode.trajectory.advantage = float(advantages.mean())
+            columns_I.append(
+                {"advantages": advantages, "returns": advantages + values, "values_old": values}
+            )
         if options.normalise_advantages:
-            _normalize_advantages(episodes)
+            _normalize_advantages(columns_I)
         credited = [
-            datum for episode, columns in episodes for datum in episode.make_datums(**columns)
+            datum
+            for episode, columns in zip(episodes, columns_I, strict=True)
+            for datum in episode.make_datums(**columns)
         ]
         self._value_metrics = _compute_value_metrics(credited)
         return credited
@@ -207,10 +210,11 @@ class PPO(ReferenceMethod):
         ref_D, gaps_D = self.score_reference(datums, models)
         if self.settings.kl.kl_placement == "reward":
             return datums, [self.kl.coefficient * gap_T for gap_T in gaps_D]
-        return [
-            add_loss_inputs(datum, ref_logprobs=np.where(datum.action_mask, ref_T, 0.0))
+        at_actions_D = [
+            np.where(datum.action_mask, ref_T, 0.0)
             for datum, ref_T in zip(datums, ref_D, strict=True)
-        ], charges_D
+        ]
+        return add_loss_field(datums, "ref_logprobs", at_actions_D), charges_D
 
     # ---------------------------------------------------------------------------------------- learn
 
@@ -239,13 +243,15 @@ class PPO(ReferenceMethod):
 
         totals = run_updates(
             models,
-            (
+            datums,
+            lambda part: self._make_calls(models, part),
+            settings,
+            progress,
+            epochs=(
                 _split_minibatches(datums, settings.optim.num_substeps, progress, epoch)
                 for epoch in range(options.epochs)
             ),
-            lambda part: self._make_calls(models, part),
-            make_adam_params(settings, progress.batch),
-            should_stop,
+            should_stop=should_stop,
         )
         self.adapt_kl()
         return {
@@ -339,15 +345,16 @@ class EpisodeTokens:
     """Arrange the action tokens of an episode as a single array in the order of its turns,
     independent of their distribution over datums.
 
-    `datums`: those of `trajectory.datums`, or datums made from them. An episode that returns to an
-    earlier conversation has datums with non-consecutive turns. Raises ValueError if the datums'
-    masks disagree with the episode's turns.
+    `parts`: the episode's datums, without advantages, or datums made from them. An episode that
+    returns to an earlier conversation has datums with non-consecutive turns. Raises ValueError if
+    the datums' masks disagree with the episode's turns.
     """
 
-    def __init__(self, trajectory: Trajectory, datums: Sequence[Datum]):
+    def __init__(self, trajectory: Trajectory):
+        self.trajectory = trajectory
+        self.parts = trajectory_to_datums(trajectory, 0.0)  # token advantages follow
         turns_D = [turns for _, turns in trajectory.datums]
-        self.parts = list(datums)
-        self.masks = [datum.action_mask for datum in datums]
+        self.masks = [datum.action_mask for datum in self.parts]
         turns_N = [len(turn.ac.tokens) for turn in trajectory.transitions]  # action tokens
         self.ends_N = np.cumsum(turns_N)
         self.count = int(sum(mask.sum() for mask in self.masks))
@@ -421,17 +428,14 @@ def _is_cut_off(trajectory: Trajectory) -> bool:
     return last.truncated or last.ac.stop_reason == "length"
 
 
-def _gather_actions(datums: Sequence[Datum], name: str) -> np.ndarray:
-    """Return a field's values at the actions of all datums, float64."""
-    values = [d.loss_fn_inputs[name].array[d.action_mask] for d in datums]
-    return np.concatenate(values).astype(np.float64)
-
-
 def _compute_value_metrics(datums: Sequence[Datum]) -> dict[str, float]:
     """Return value metrics. Explained variance is 1 - var(R - V) / var(R): 1 if the old values
     predict the returns perfectly, 0 if no better than their mean.
     """
-    returns, values = _gather_actions(datums, "returns"), _gather_actions(datums, "values_old")
+    returns, values = (
+        select_actions(datums, [d.loss_fn_inputs[name].array for d in datums])
+        for name in ("returns", "values_old")
+    )
     spread = float(returns.var())
     explained = 1 - float((returns - values).var()) / spread if spread > 0 else 0.0
     return {
@@ -441,13 +445,11 @@ def _compute_value_metrics(datums: Sequence[Datum]) -> dict[str, float]:
     }
 
 
-def _normalize_advantages(
-    episodes: Sequence[tuple[EpisodeTokens, dict[str, np.ndarray]]],
-) -> None:
+def _normalize_advantages(columns_I: Sequence[dict[str, np.ndarray]]) -> None:
     """Scale the advantages of all episodes to mean 0 and std 1 over all actions, in place."""
-    everything = np.concatenate([columns["advantages"] for _, columns in episodes])
+    everything = np.concatenate([columns["advantages"] for columns in columns_I])
     mean, std = everything.mean(), everything.std()
-    for _, columns in episodes:
+    for columns in columns_I:
         columns["advantages"] = (columns["advantages"] - mean) / (std + 1e-8)
 
 

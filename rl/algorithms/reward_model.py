@@ -20,10 +20,9 @@ from rl.algorithms.row_datums import (
     ACCURACY_METRIC,
     PairSettings,
     get_pair,
-    summarize_pairs,
     train_pairs,
 )
-from rl.algorithms.update import make_adam_params, train_single_pass
+from rl.algorithms.update import train_single_pass
 from rl.config import Weight, check_ranges, require
 from rl.errors import UnusedSettingError
 from rl.judges import (
@@ -137,15 +136,11 @@ class RewardModelTraining(RowEvaluator):
                 config={},
                 rows=[i // 2 for i in range(len(datums))],
             )
-        totals = train_pairs(
-            models,
-            datums,
-            "bradley_terry",
-            {"centre_coef": settings.reward_modelling.centre_coef},
-            make_adam_params(settings, progress.batch),
-            settings.optim.num_substeps,
+        config = {"centre_coef": settings.reward_modelling.centre_coef}
+        metrics, _ = train_pairs(
+            models, datums, settings, progress, loss="bradley_terry", config=config
         )
-        return summarize_pairs(totals, datums)
+        return metrics
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
         """Return metrics on held-out pairs: `test/loss` (-log P of the preference), accuracy,

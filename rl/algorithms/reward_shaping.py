@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl.config import ShapingSettings
@@ -69,20 +69,6 @@ class RewardShaper:
         self.max_tokens = max_tokens
         self.statistics = RunningStatistics()
         self.metrics: dict[str, float] = {}
-
-    def shape_groups(
-        self, groups: Sequence[TrajectoryGroup], *, by_step: bool
-    ) -> list[TrajectoryGroup]:
-        """Return the groups with shaped rewards: of each step, or of whole episodes."""
-        rewards_P_G_N = (
-            self.shape_steps(groups)
-            if by_step
-            else [[[total] for total in totals_G] for totals_G in self.shape_totals(groups)]
-        )
-        return [
-            replace(group, shaped_rewards_G_N=rewards_G_N)
-            for group, rewards_G_N in zip(groups, rewards_P_G_N, strict=True)
-        ]
 
     def shape_totals(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
         """Return the shaped total rewards [P][G]."""

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl.algorithms.method_interface import Models, RowSettings
-from rl.algorithms.update import LossCall, UpdateSums, run_updates, split_into_substeps
+from rl.algorithms.method_interface import Models, Progress, RowSettings
+from rl.algorithms.update import LossCall, UpdateSums, run_updates
 from rl.config import DataSettings, PreferenceDataSettings, RowLoopSettings
 from rl.data import LengthLimits
 from rl.renderers import renderer_for_row
 from rl.rollout import count_action_tokens, supervised_datum
-from rl.types import AdamParams, Datum, Problem
+from rl.types import Datum, Problem
 
 ACCURACY_METRIC = "test/rewards/accuracies"
 
@@ -50,24 +50,32 @@ def make_answer_datum(row: Problem, answer: str, renderer: Any) -> Datum:
 def train_pairs(
     models: Models,
     datums: Sequence[Datum],
+    settings: Any,
+    progress: Progress,
+    *,
     loss: str,
     config: Mapping[str, float],
-    params: AdamParams,
-    num_substeps: int,
-) -> UpdateSums:
-    """Train a single pass over pairs of adjacent datums by a loss whose unit is a pair."""
+) -> tuple[dict[str, float], UpdateSums]:
+    """Train a single pass over pairs of adjacent datums by a loss whose unit is a pair. Return
+    metrics, those of `compute_pair_metrics` with the loss as `optim/loss`, and the sums.
+    """
     pairs = [datums[i : i + 2] for i in range(0, len(datums), 2)]
-    return run_updates(
+    totals = run_updates(
         models,
-        [split_into_substeps(pairs, num_substeps)],
+        pairs,
         lambda part: [LossCall([d for pair in part for d in pair], loss, config, len(part))],
-        params,
+        settings,
+        progress,
     )
+    return summarize_means(totals, compute_pair_metrics(totals.sums), datums), totals
 
 
-def summarize_pairs(totals: UpdateSums, datums: Sequence[Datum]) -> dict[str, float]:
-    """Return the metrics of `train_pairs`: `compute_pair_metrics` with the loss as `optim/loss`."""
-    means = compute_pair_metrics(totals.sums)
+def summarize_means(
+    totals: UpdateSums, means: dict[str, float], datums: Sequence[Datum]
+) -> dict[str, float]:
+    """Return the metrics of an update whose means over pairs or answers are `means`, with the loss
+    as `optim/loss`.
+    """
     return {
         **totals.summarize(),
         "optim/loss": means.pop("loss"),

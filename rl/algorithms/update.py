@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from rl.algorithms.advantages import select_actions
 from rl.algorithms.importance_correction import (
     ImportanceCorrection,
     apply_correction,
@@ -246,6 +247,16 @@ def add_loss_inputs(datum: Datum, **fields: np.ndarray) -> Datum:
     return datum.with_inputs({**datum.loss_fn_inputs, **fields})
 
 
+def add_loss_field(
+    datums: Sequence[Datum], name: str, values_D: Iterable[np.ndarray]
+) -> list[Datum]:
+    """Return the datums with a loss input added or replaced, each with its values [T]."""
+    return [
+        add_loss_inputs(datum, **{name: values_T})
+        for datum, values_T in zip(datums, values_D, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class LossCall:
     """Hold a `forward_backward` of an optimizer step.
@@ -339,8 +350,14 @@ class UpdateSums:
 
     def summarize(self) -> dict[str, float]:
         """Return the metrics that do not depend on the loss: learning rate, largest gradient norm,
-        skipped steps, routing.
+        skipped steps, and of a mixture of experts the share of rerouted tokens and the mean
+        load-balancing loss.
         """
+        experts = {}
+        if routed := self.sums.get("routed:sum", 0.0):
+            experts["optim/rerouted"] = self.sums["rerouted:sum"] / routed
+        if counted := self.sums.get("balanced:sum", 0.0):
+            experts["optim/router_aux_loss"] = self.sums["router_aux_loss:sum"] / counted
         return {
             "optim/lr": self.params.learning_rate,
             **{
@@ -348,22 +365,30 @@ class UpdateSums:
                 for model, norms in {"policy": [], **self._norms}.items()
             },
             **{f"optim/skipped_{why}": count for why, count in self._skipped.items() if count},
-            **compute_expert_metrics(self.sums),
+            **experts,
         }
 
 
 def run_updates(
     models: Models,
-    epochs: Iterable[Sequence[Item]],
-    make_calls: Callable[[Item], Sequence[LossCall]],
-    params: AdamParams,
+    items: Sequence[Item],
+    make_calls: Callable[[Sequence[Item]], Sequence[LossCall]],
+    settings: Any,
+    progress: Progress,
+    *,
+    rows: Sequence[int] = (),
+    epochs: Iterable[Sequence[Sequence[Item]]] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> UpdateSums:
-    """Take an optimizer step for each part of each epoch; the loop of every method.
+    """Take the optimizer steps of a batch; the loop of every method.
 
-    `make_calls` returns the calls of a part's step. `should_stop` is called after each epoch.
+    `items`: the datums, or pairs of datums. `make_calls` returns the calls of the step on a part of
+    them. `epochs`: the parts of each epoch; by default a single epoch of `num_substeps` parts
+    (`split_into_substeps`, with `rows`). `should_stop` is called after each epoch.
     """
-    totals = UpdateSums(params)
+    totals = UpdateSums(make_adam_params(settings, progress.batch))
+    if epochs is None:
+        epochs = [split_into_substeps(items, settings.optim.num_substeps, rows)]
     for parts in epochs:
         for part in parts:
             totals.take_step(models, make_calls(part))
@@ -394,9 +419,11 @@ def train_single_pass(
     substeps, max_tokens = settings.optim.num_substeps, settings.sampling.max_tokens
     totals = run_updates(
         models,
-        [split_into_substeps(datums, substeps, rows)],
+        datums,
         lambda part: [LossCall(part, loss, config, compute_divisor(part, normalise, max_tokens))],
-        make_adam_params(settings, progress.batch),
+        settings,
+        progress,
+        rows=rows,
     )
     return {
         **totals.compare_first(behavior_datums[::substeps]),
@@ -404,18 +431,6 @@ def train_single_pass(
         "optim/substeps": totals.steps,
         **compute_loss_metrics(totals.sums, datums, normalise),
     }
-
-
-def compute_expert_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Return the routing metrics of a mixture-of-experts model: the share of rerouted tokens and
-    the mean load-balancing loss.
-    """
-    metrics = {}
-    if routed := sums.get("routed:sum", 0.0):
-        metrics["optim/rerouted"] = sums["rerouted:sum"] / routed
-    if counted := sums.get("balanced:sum", 0.0):
-        metrics["optim/router_aux_loss"] = sums["router_aux_loss:sum"] / counted
-    return metrics
 
 
 def has_gradient(datums: Sequence[Datum], loss: str, config: Mapping[str, float]) -> bool:
@@ -485,11 +500,8 @@ def compare_sampler_and_learner(
     `kl_sample_train_v1` = mean d, `_v2` = mean d^2 / 2 (two estimators of KL(sampler || learner)),
     `max_logprob_difference` = max |d|, and `entropy` = -mean q.
     """
-    masks = np.concatenate([d.action_mask for d in datums])
-    q = np.concatenate([d.loss_fn_inputs["logprobs"].array for d in datums])[masks].astype(
-        np.float64
-    )
-    p = np.concatenate(list(logprobs))[masks].astype(np.float64)
+    q = select_actions(datums, [d.loss_fn_inputs["logprobs"].array for d in datums])
+    p = select_actions(datums, logprobs)
     if not len(q):
         return {}
     d = q - p

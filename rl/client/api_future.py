@@ -8,6 +8,8 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from rl.client.service_context import ServiceContext, free_when_collected
+
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -26,7 +28,8 @@ class APIFuture(Generic[T]):
         before_wait: Callable[[], None] | None = None,
     ):
         self._future = future
-        self._convert = convert
+        if convert is not None:
+            self._convert = convert  # type: ignore[method-assign]
         self._before_wait = before_wait
 
     def _run_before_wait(self) -> None:
@@ -35,9 +38,9 @@ class APIFuture(Generic[T]):
             self._before_wait()
             self._before_wait = None
 
-    def _convert_result(self, value: Any) -> T:
+    def _convert(self, value: Any) -> T:
         """Convert the verb's result."""
-        return self._convert(value) if self._convert is not None else value
+        return value
 
     def done(self) -> bool:
         """Return whether the verb has ended."""
@@ -50,7 +53,7 @@ class APIFuture(Generic[T]):
         """
         self._run_before_wait()
         try:
-            return self._convert_result(self._future.result(timeout))
+            return self._convert(self._future.result(timeout))
         except concurrent.futures.TimeoutError:
             if self._future.done():
                 raise
@@ -64,9 +67,7 @@ class APIFuture(Generic[T]):
         # of them waits, so their samples run as a single batch, which is always the same.
         await asyncio.sleep(0)
         self._run_before_wait()
-        return self._convert_result(
-            await asyncio.wait_for(asyncio.wrap_future(self._future), timeout)
-        )
+        return self._convert(await asyncio.wait_for(asyncio.wrap_future(self._future), timeout))
 
     def future(self) -> concurrent.futures.Future:
         """Return the converted result as a `concurrent.futures.Future`, for `wait`, `as_completed`
@@ -79,7 +80,7 @@ class APIFuture(Generic[T]):
 
         def forward_result(done: concurrent.futures.Future) -> None:
             try:
-                converted.set_result(self._convert_result(done.result()))
+                converted.set_result(self._convert(done.result()))
             except BaseException as error:  # raised by `converted.result()`
                 converted.set_exception(error)
 
@@ -116,11 +117,29 @@ class SavedState(APIFuture[Any]):
 
 class AwaitableClient(APIFuture[Any]):
     """Let a client also be used as a future of itself: `create_x()`, `create_x().result()`, `await
-    create_x()`. The future given to the constructor is that of the verb that made the client.
+    create_x()`.
+
+    `created`: the future of the verb that made the client. `cleanup`: the verb that frees what the
+    client holds on the ranks under `number`, once the client is released or collected.
     """
 
-    def _convert_result(self, value: Any) -> Any:
+    def __init__(
+        self,
+        context: ServiceContext,
+        created: concurrent.futures.Future,
+        cleanup: str,
+        number: int,
+    ):
+        super().__init__(created)
+        self._context, self._driver = context, context.driver
+        self._finalizer = free_when_collected(self, context.driver, cleanup, number)
+
+    def _convert(self, value: Any) -> Any:
         return self
+
+    def release(self) -> None:
+        """Free the model's memory now, not when the client is collected."""
+        self._finalizer()
 
 
 def make_async(method: Callable[P, R]) -> Callable[P, Coroutine[Any, Any, R]]:

@@ -107,10 +107,9 @@ def check_call(
             f"loss_fn is the name of a loss, got {name!r}: pass a function to "
             "forward_backward_custom"
         )
-    loss, data = get_loss(name), resolve_datum_images(data, info)
+    loss = get_loss(name)
     check_loss_config(name, loss, config)
-    if not isinstance(data, Sequence) or any(not isinstance(datum, Datum) for datum in data):
-        raise BadRequestError(f"data is a list of types.Datum, got {_describe_type(data)}")
+    data = resolve_datum_images(data, info)
     if len(data) % loss.group:
         raise BadRequestError(
             f"{name} takes datums in groups of {loss.group}, in consecutive order; got "
@@ -118,8 +117,14 @@ def check_call(
         )
     if loss.needs_values(config):
         require_value_head(info, f"the loss {name!r}" if loss.values else "value_coef")
-    data = add_masks(data, name, loss, config, context) if context is not None else data
-    known = (*loss.known_fields, "weights") if reads_weights_as_mask(loss) else loss.known_fields
+    known = loss.known_fields
+    reads_weights_as_mask = "mask" in known and "weights" not in known
+    if reads_weights_as_mask:
+        known = (*known, "weights")
+    if context is not None:
+        if reads_weights_as_mask:
+            data = [_convert_weights_to_mask(i, datum) for i, datum in enumerate(data)]
+        data = add_masks(data, name, loss, config, context)
     for i, datum in enumerate(data):
         check_datum(
             i,
@@ -146,7 +151,10 @@ def resolve_images(model_input: Any, info: Mapping[str, Any]) -> Any:
     Raises UserError for images if the model reads text only, or if it reads an image as another
     number of tokens than expected.
     """
-    if not _has_images(model_input):
+    kinds = (ImageChunk, ImageAssetPointerChunk)
+    if not isinstance(model_input, ModelInput) or not any(
+        isinstance(chunk, kinds) for chunk in model_input.chunks
+    ):
         return model_input
     reader = get_image_reader(info["tokenizer"])
     if reader is None:
@@ -154,28 +162,20 @@ def resolve_images(model_input: Any, info: Mapping[str, Any]) -> Any:
     return reader.resolve_tokens(model_input)
 
 
-def resolve_datum_images(data: Sequence[Datum], info: Mapping[str, Any]) -> Sequence[Datum]:
-    """Return the datums with the images of their inputs resolved by `resolve_images`. Return the
-    same list if no datum holds an image.
+def resolve_datum_images(data: Sequence[Datum], info: Mapping[str, Any]) -> list[Datum]:
+    """Return the datums, those that hold images with inputs resolved by `resolve_images`. Raises
+    BadRequestError unless `data` is a list of datums.
     """
-    if not isinstance(data, Sequence) or not any(
-        isinstance(item, Datum) and _has_images(item.model_input) for item in data
-    ):
-        return data
+    if not isinstance(data, Sequence) or any(not isinstance(datum, Datum) for datum in data):
+        raise BadRequestError(f"data is a list of types.Datum, got {_describe_type(data)}")
     resolved = []
     for datum in data:
-        resolved.append(
-            datum.with_inputs(datum.loss_fn_inputs) if isinstance(datum, Datum) else datum
-        )
-        if isinstance(datum, Datum):
-            resolved[-1].model_input = resolve_images(datum.model_input, info)
+        model_input = resolve_images(datum.model_input, info)
+        if model_input is not datum.model_input:
+            datum = datum.with_inputs(datum.loss_fn_inputs)
+            datum.model_input = model_input
+        resolved.append(datum)
     return resolved
-
-
-def _has_images(value: Any) -> bool:
-    """Return whether the input is a ModelInput that holds an image chunk."""
-    kinds = (ImageChunk, ImageAssetPointerChunk)
-    return isinstance(value, ModelInput) and any(isinstance(chunk, kinds) for chunk in value.chunks)
 
 
 def require_value_head(info: Mapping[str, Any], caller: str) -> None:
@@ -221,13 +221,6 @@ def check_target_logprobs(targets: Any, prompt_tokens: int, vocabulary: int) -> 
     return targets.array
 
 
-def reads_weights_as_mask(loss: LossSpec) -> bool:
-    """Return whether the loss reads `weights` of a datum as its mask: it has a mask and no
-    `weights` field.
-    """
-    return "mask" in loss.known_fields and "weights" not in loss.known_fields
-
-
 def add_masks(
     data: Sequence[Datum],
     name: str,
@@ -238,14 +231,10 @@ def add_masks(
     """Return the datums, each with the `mask` that the loss called `name` reads. Return the same
     list if no mask has to be added.
 
-    `weights` of 0 and 1 are the mask of a loss that has no `weights` field. A datum with neither
-    field takes the recorded samples of this service and the positions with a nonzero advantage; a
-    remark reports that once. Malformed fields stay as they are: `check_datum` reports them. Raises
-    BadRequestError, which names the datum, if `weights` hold other values than 0 and 1, or differ
-    from the datum's mask.
+    A datum without a mask takes the recorded samples of this service and the positions with a
+    nonzero advantage; a remark reports that once. Malformed fields stay as they are: `check_datum`
+    reports them.
     """
-    if reads_weights_as_mask(loss):
-        data = [_convert_weights_to_mask(i, datum) for i, datum in enumerate(data)]
     needs = loss.terms and (loss.needs_mask or list_enabled_terms(config))
     if not needs or all(
         any(field in datum.loss_fn_inputs for field in MASK_FIELDS) for datum in data
@@ -261,8 +250,9 @@ def add_masks(
 
 
 def _convert_weights_to_mask(index: int, datum: Datum) -> Datum:
-    """Return the datum with `weights` moved to `mask`. Raises BadRequestError if they are not 0 or
-    1, or differ from its mask.
+    """Return the datum with `weights` of 0 and 1 moved to `mask`, for a loss that has a mask and no
+    `weights` field. Malformed weights stay as they are: `check_datum` reports them. Raises
+    BadRequestError if weights are not 0 or 1, or differ from the datum's mask.
     """
     fields = datum.loss_fn_inputs
     weights = fields.get("weights")
@@ -277,15 +267,13 @@ def _convert_weights_to_mask(index: int, datum: Datum) -> Datum:
         )
     for name in MASK_FIELDS:
         mask = fields.get(name)
-        if (
-            mask is not None
-            and mask.array.shape == weights.array.shape
-            and ((mask.array != 0) != (weights.array != 0)).any()
-        ):
-            position = int(np.flatnonzero((mask.array != 0) != (weights.array != 0))[0])
+        if mask is None or mask.array.shape != weights.array.shape:
+            continue
+        differences = np.flatnonzero((mask.array != 0) != (weights.array != 0))
+        if len(differences):
             raise BadRequestError(
                 f"datum {index} has 'weights' and {name!r}, which both mark which targets are "
-                f"actions, and they differ first at position {position}: remove either field"
+                f"actions, and they differ first at position {differences[0]}: remove either field"
             )
     kept_fields = {name: value for name, value in fields.items() if name != "weights"}
     return datum.with_inputs(

@@ -7,25 +7,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rl.client.api_future import APIFuture
-from rl.client.service_context import ServiceContext, free_when_collected
+from rl.client.api_future import APIFuture, AwaitableClient
+from rl.client.service_context import ServiceContext
 from rl.errors import BadRequestError
 
 
-class ClassifierClient:
+class ClassifierClient(AwaitableClient):
     """Score token sequences with a reward model (an extension of Tinker's API). Its memory is freed
     when the client is collected.
     """
 
     def __init__(self, context: ServiceContext, name: str):
-        self._driver, self.model_id = context.driver, context.next_model_id()
-        self._created = context.driver.submit("load_classifier", self.model_id, name)
-        self._finalizer = free_when_collected(self, context.driver, "free_model", self.model_id)
+        self.model_id = context.next_model_id()
+        created = context.driver.submit("load_classifier", self.model_id, name)
+        super().__init__(context, created, "free_model", self.model_id)
 
     @property
     def info(self) -> dict[str, Any]:
         """Return the model's details: base_model, arch, tokenizer, max_context, parameters."""
-        return self._created.result()
+        return self._future.result()
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer."""
@@ -48,7 +48,3 @@ class ClassifierClient:
                 "classify", self.model_id, [[int(token) for token in tokens] for tokens in inputs]
             )
         )
-
-    def release(self) -> None:
-        """Free the model's memory now, not when the client is collected."""
-        self._finalizer()

@@ -72,10 +72,6 @@ def strip_datums(data: Sequence[Datum], outputs: Sequence[str]) -> list[Datum]:
         raise BadRequestError(f"outputs holds 'logprobs', 'values' or both, got {tuple(outputs)}")
     bare_data = []
     for i, datum in enumerate(data):
-        if not isinstance(datum, Datum):
-            raise BadRequestError(
-                f"data is a list of types.Datum, got a list that holds a {type(datum).__name__}"
-            )
         targets = datum.loss_fn_inputs.get("target_tokens")
         if targets is None and "logprobs" in outputs:
             raise BadRequestError(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rl.client.api_future import APIFuture, AwaitableClient, make_async, make_awaited
 from rl.client.check_arguments import check_target_logprobs, resolve_images
-from rl.client.service_context import ServiceContext, free_when_collected
+from rl.client.service_context import ServiceContext
 from rl.errors import BadRequestError, ContextLengthError, UserError
 from rl.rollout import validate_token_ids
 from rl.sampler import SamplingRequest
@@ -34,12 +34,9 @@ class SamplingClient(AwaitableClient):
     def __init__(
         self, context: ServiceContext, version_id: int, created: Future, info: dict[str, Any] | None
     ):
-        super().__init__(created)
-        self._context = context
-        self._driver = context.driver
+        super().__init__(context, created, "free_version", version_id)
         self._version_id = version_id
         self._info = info
-        self._finalizer = free_when_collected(self, context.driver, "free_version", version_id)
         self._client_id = next(SamplingClient._client_ids)
         SamplingClient._live_clients[self._client_id] = self
 
@@ -391,7 +388,7 @@ class SamplingClient(AwaitableClient):
         """
         if not self._driver.closed:
             self._driver.flush()
-        self._finalizer()
+        super().release()
 
     sample_async = make_awaited(sample)
     compute_logprobs_async = make_awaited(compute_logprobs)

@@ -247,9 +247,8 @@ class ServiceClient:
         token. `value_head`: with a value head (fresh, if the saved model has none) or without;
         None: as saved. `base_dtype`: likewise.
         """
-        spec = _read_spec(path, base_model)
+        spec = _read_spec(path, base_model, base_dtype)
         spec = spec if value_head is None else replace(spec, value_head=value_head)
-        spec = _with_base_dtype(spec, base_dtype)
         return self._create_client(spec, str(path), False, user_metadata, optimizer)
 
     def create_training_client_from_state_with_optimizer(
@@ -266,7 +265,7 @@ class ServiceClient:
         It restores the weights, the optimizer state and the state of the random generators.
         `base_dtype` (an extension): dtype of an adapter's frozen base; None: as saved.
         """
-        spec = _with_base_dtype(_read_spec(path, base_model), base_dtype)
+        spec = _read_spec(path, base_model, base_dtype)
         return self._create_client(spec, str(path), True, user_metadata)
 
     def create_custom_loss(
@@ -415,26 +414,24 @@ def _check_same_model(requested: ModelSpec, saved: ModelSpec, path: str) -> None
         )
 
 
-def _with_base_dtype(spec: ModelSpec, base_dtype: str | None) -> ModelSpec:
-    """Return the spec with the dtype of its frozen base; None or no adapter: unchanged."""
+def _read_spec(
+    path: str, base_model: str | None = None, base_dtype: str | None = None
+) -> ModelSpec:
+    """Return the spec of a checkpoint, with another base if `base_model` is set, and an adapter's
+    with another dtype of its frozen base if `base_dtype` is set. Raises UserError if the checkpoint
+    holds all weights of another model.
+    """
+    spec = learner_checkpoint.read_spec(Path(path).expanduser())
+    if base_model not in (None, spec.base_model):
+        if spec.lora is None:
+            raise UserError(
+                f"{path} holds all weights of a model, so base_model={base_model!r} has no effect: "
+                "omit it"
+            )
+        spec = replace(spec, base_model=_check_base_model(base_model))
     if base_dtype is None or spec.lora is None:
         return spec
     return replace(spec, base_dtype=base_dtype)
-
-
-def _read_spec(path: str, base_model: str | None = None) -> ModelSpec:
-    """Return the spec of a checkpoint, with another base if `base_model` is set. Raises UserError
-    if the checkpoint holds all weights of another model.
-    """
-    spec = learner_checkpoint.read_spec(Path(path).expanduser())
-    if base_model is None or base_model == spec.base_model:
-        return spec
-    if spec.lora is None:
-        raise UserError(
-            f"{path} holds all weights of a model, so base_model={base_model!r} has no effect: "
-            "omit it"
-        )
-    return replace(spec, base_model=_check_base_model(base_model))
 
 
 def _check_base_model(base_model: Any) -> str:

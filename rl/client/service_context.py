@@ -54,25 +54,29 @@ class ServiceContext:
         return f"{self._id}:{next(self._sequences)}"
 
     def choose_save_folder(
-        self, model_id: int, kind: Literal["checkpoints", "sampler_weights"], name: str
+        self,
+        model_id: int,
+        kind: Literal["checkpoints", "sampler_weights"],
+        name: str,
+        parent: Path | None = None,
     ) -> str:
-        """Return the folder that a model saves to under `name`. If another model of this service
-        has saved under that name, it is in model-<id>/, a subfolder for this model.
+        """Return the folder that a model saves to under `name`, in `parent` if it is set. Record
+        that the model saved last in it.
+
+        If another model of this service has saved under that name in the output folder, it is in
+        model-<id>/, a subfolder for this model.
         """
-        path = self.get_save_parent(model_id, kind) / name
-        if self.find_saving_model(path) not in (None, model_id):
+        path = (parent or self.get_save_parent(model_id, kind)) / name
+        if parent is None and self.find_saving_model(path) not in (None, model_id):
             self._separate_models.setdefault(self.output_dir, set()).add(model_id)
             path = self.get_save_parent(model_id, kind) / name
+        self._folder_models[str(path.resolve())] = model_id
         return str(path)
 
     def get_save_parent(self, model_id: int, kind: str) -> Path:
         """Return the folder that a model's next save is written into."""
         is_separate = model_id in self._separate_models.get(self.output_dir, ())
         return Path(self.output_dir, f"model-{model_id}" if is_separate else "", kind)
-
-    def record_saved_folder(self, path: str, model_id: int) -> None:
-        """Record the model that is saved in a folder."""
-        self._folder_models[str(Path(path).resolve())] = model_id
 
     def find_saving_model(self, path: str | Path) -> int | None:
         """Return the model that this service saved last in a folder; None if it saved none."""

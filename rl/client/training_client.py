@@ -23,7 +23,7 @@ from rl.client.check_arguments import (
 )
 from rl.client.custom_loss import CustomLoss, LossHandle, evaluate_custom_loss, strip_datums
 from rl.client.sampling_client import SamplingClient
-from rl.client.service_context import ServiceContext, check_user_metadata, free_when_collected
+from rl.client.service_context import ServiceContext, check_user_metadata
 from rl.distributed import checkpoint_folder
 from rl.errors import BadRequestError, UserError
 from rl.losses import CUSTOM_LOSS, CUSTOM_VALUE_LOSS, LossSpec
@@ -71,15 +71,12 @@ class TrainingClient(AwaitableClient):
         user_metadata: Mapping[str, str] | None = None,
         service: Any = None,
     ):
-        super().__init__(created)
-        self._context = context
-        self._driver = context.driver
+        super().__init__(context, created, "free_model", model_id)
         self._service = service
         self._pending_backwards: list[Future] = []  # since the last optim_step
         self.model_id = model_id
         self.recorder: CallRecorder | None = None  # receives the learner calls (an extension)
         self._user_metadata = dict(user_metadata or {})
-        self._finalizer = free_when_collected(self, context.driver, "free_model", model_id)
 
     @property
     def service(self) -> Any:
@@ -175,32 +172,24 @@ class TrainingClient(AwaitableClient):
         adapters: bool = True,
     ) -> APIFuture[ForwardBackwardOutput]:
         """Check the arguments and submit a forward, or a forward and backward."""
-        config, received = dict(loss_fn_config or {}), data
-        loss, data = check_call(data, loss_fn, config, self.info, self._context)
-        validate_number(
-            "divisor",
-            divisor,
-            "a positive number that divides the sum",
-            minimum=0,
-            open_ends=True,
-        )
-        sampling_temperatures = self._find_temperatures(data, loss, config)
-        future = self._submit(
-            "forward_backward",
-            list(data),
-            loss,
-            config,
-            divisor,
-            backward,
-            entropy or (backward and self.recorder is not None),
-            adapters,
-            sampling_temperatures,
-        )
+        config, records = dict(loss_fn_config or {}), backward and self.recorder is not None
+        options = (divisor, backward, entropy or records, adapters)
+        call = self._make_call(data, loss_fn, config, *options)
+        expected = "a positive number that divides the sum"
+        validate_number("divisor", divisor, expected, minimum=0, open_ends=True)
+        future = self._submit("forward_backward", *call)
         if backward:
             self._pending_backwards.append(future)
             if self.recorder is not None:
-                self.recorder.record_backward(received, loss_fn, config, divisor, future)
+                self.recorder.record_backward(data, loss_fn, config, divisor, future)
         return APIFuture(future, _to_output)
+
+    def _make_call(
+        self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, Any], *options: Any
+    ) -> tuple[Any, ...]:
+        """Check data, loss and config. Return the arguments of the verb `forward_backward`."""
+        loss, data = check_call(data, loss_fn, config, self.info, self._context)
+        return list(data), loss, config, *options, self._find_temperatures(data, loss, config)
 
     def _find_temperatures(
         self, data: Sequence[Datum], loss: LossSpec, config: Mapping[str, Any]
@@ -246,17 +235,8 @@ class TrainingClient(AwaitableClient):
         sampling_temperatures = self._find_temperatures(data, spec, config)
 
         def run(backward: bool) -> Future:
-            return self._submit(
-                "forward_backward",
-                bare,
-                spec,
-                config,
-                1.0,
-                backward,
-                False,
-                True,
-                sampling_temperatures,
-            )
+            options = (1.0, backward, False, True, sampling_temperatures)
+            return self._submit("forward_backward", bare, spec, config, *options)
 
         forward_outputs = _to_output(run(False).result()).loss_fn_outputs
         loss, metrics = evaluate_custom_loss(loss_fn, data, bare, forward_outputs, outputs)
@@ -476,13 +456,7 @@ class TrainingClient(AwaitableClient):
                 minimum=0,
                 open_ends=True,
             )
-        path = (
-            str(parent / name)
-            if parent is not None
-            else self._context.choose_save_folder(self.model_id, kind, name)
-        )
-        self._context.record_saved_folder(path, self.model_id)
-        return path
+        return self._context.choose_save_folder(self.model_id, kind, name, parent)
 
     def _merge_user_metadata(self, user_metadata: Mapping[str, str] | None) -> dict[str, str]:
         """Return the user metadata of service, client and call, merged in this order."""
@@ -502,10 +476,6 @@ class TrainingClient(AwaitableClient):
                 f"the model {self.info['base_model']!r} has no tokenizer: use token ids"
             )
         return tokenizer
-
-    def release(self) -> None:
-        """Free the model's memory now, not when the client is collected."""
-        self._finalizer()
 
     def get_info(self) -> types.GetInfoResponse:
         """Return the model's details in Tinker's type."""
@@ -571,13 +541,10 @@ def forward_backward_microbatches(
     a micro-batch instead of the whole call. Raises what the call raises. An update after a failed
     micro-batch is refused, as after a failed call.
     """
-    config = dict(loss_fn_config or {})
-    loss, data = check_call(data, loss_fn, config, client.info, client._context)
-    sampling_temperatures = client._find_temperatures(data, loss, config)
+    call = client._make_call(data, loss_fn, dict(loss_fn_config or {}), 1.0, backward, False, True)
     outputs: dict[int, dict[str, Any]] = {}
     metrics, temperature, index, num_microbatches = {"loss:sum": 0.0}, 1.0, 0, 1
     while index < num_microbatches:
-        call = (list(data), loss, config, 1.0, backward, False, True, sampling_temperatures)
         future = client._submit("forward_backward_microbatch", index, *call)
         if backward:
             client._pending_backwards.append(future)
@@ -587,7 +554,7 @@ def forward_backward_microbatches(
         index += 1
         if index < num_microbatches:
             yield
-    rows = [outputs[i] for i in range(len(data))]
+    rows = [outputs[i] for i in range(len(call[0]))]
     return _to_output((rows, {**metrics, "temperature:mean": temperature}))
 
 

@@ -17,7 +17,6 @@ from rl.distributed.parallel_groups import (
     check_tensor_parallel_size,
     check_tensor_parallel_without_roles,
 )
-from rl.distributed.profiler_trace import REGION_PREFIX, trace_region
 from rl.distributed.rank_roles import assign_role, check_roles, rank_name
 from rl.distributed.sharding import (
     ADAM_8BIT_BYTES,
@@ -41,8 +40,6 @@ from rl.distributed.stop_signals import (
 
 __all__ = [
     "INTERRUPTED",
-    "REGION_PREFIX",
-    "trace_region",
     "StopRequest",
     "RunStopped",
     "checkpoint_path",

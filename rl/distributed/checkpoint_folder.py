@@ -280,8 +280,8 @@ def _read_checksum(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, str]], float | None]:
-    """Return ({file name: (size, checksum)}, expiry time).
+def _read_manifest(folder: Path) -> tuple[dict[str, dict[str, int | str]], float | None]:
+    """Return ({file name: its "bytes" and "sha256"}, expiry time).
 
     Raises DamagedCheckpoint if the manifest is missing, damaged or modified.
     """
@@ -293,7 +293,7 @@ def _read_manifest(folder: Path) -> tuple[dict[str, tuple[int, str]], float | No
     try:
         manifest = json.loads(path.read_bytes().decode("utf-8"))
         files = {
-            name: (int(entry["bytes"]), str(entry["sha256"]))
+            name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
             for name, entry in manifest["files"].items()
         }
         expires = None if manifest["expires_at"] is None else float(manifest["expires_at"])
@@ -338,15 +338,13 @@ def verify_checkpoint(folder: Path) -> None:
     files, expires = _read_manifest(folder)
     if expires is not None and expires < time.time():
         raise DamagedCheckpoint(f"{folder} was saved with ttl_seconds and has expired")
-    for name, (size, checksum) in files.items():
+    for name, entry in files.items():
         file = folder / name
         if not file.is_file():
             raise DamagedCheckpoint(f"{folder} lacks {name}")
-        if file.stat().st_size != size:
-            raise DamagedCheckpoint(
-                f"{file} has {file.stat().st_size} bytes, the manifest says {size}"
-            )
-        if _file_checksum(file) != checksum:
+        if (size := file.stat().st_size) != entry["bytes"]:
+            raise DamagedCheckpoint(f"{file} has {size} bytes, the manifest says {entry['bytes']}")
+        if _file_checksum(file) != entry["sha256"]:
             raise DamagedCheckpoint(
                 f"{file} does not match the checksum of the manifest: it was modified or damaged"
             )
@@ -396,10 +394,7 @@ def set_expiry(folder: Path, ttl_seconds: float | None) -> None:
     Its manifest is replaced atomically.
     """
     files, _ = _read_manifest(folder)
-    entries: dict[str, dict[str, int | str]] = {
-        name: {"bytes": size, "sha256": checksum} for name, (size, checksum) in files.items()
-    }
-    _save_manifest(folder / MANIFEST, entries, ttl_seconds)
+    _save_manifest(folder / MANIFEST, files, ttl_seconds)
 
 
 def remove_leftovers(parent: Path) -> None:

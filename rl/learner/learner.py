@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from rl.distributed import collectives, get_launch_sharding, trace_region
+from rl.distributed import collectives, get_launch_sharding
 from rl.errors import OtherRankFailed, UserError
 from rl.images import get_image_reader
 from rl.layers import ExpertReplay, describe_layers, get_hidden_size, replay_experts
@@ -418,12 +419,12 @@ class Learner:
             replaying as replay,
             self._split_attention(batch),
         ):
-            with trace_region("forward"):
+            with record_function("whetstone/forward"):
                 value, token_outputs, metrics = self._forward(
                     batch, loss, config, batch.temperature, entropy
                 )
             if backward:
-                with trace_region("backward"):
+                with record_function("whetstone/backward"):
                     self.backend.backward(value * (batch.scale / divisor))
         if replay is not None:
             rerouted, routed = replay.counts()
@@ -584,7 +585,7 @@ class Learner:
         if not self.has_gradient:
             return {"grad_norm": 0.0, "skipped": 1.0}
         self.has_gradient = False
-        with trace_region("update"):
+        with record_function("whetstone/update"):
             norm, applied = self.backend.step(params)
         if not applied:
             return {"grad_norm": norm, "skipped_nonfinite": 1.0}

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from rl.distributed import collectives, trace_region
+from rl.distributed import collectives
 from rl.learner.packing import (
     PackedBatch,
     block_cost,
@@ -184,7 +185,7 @@ class MicroBatchPlanner:
         """
         datums = share.datums
         for plan in share.micro_batches:
-            with trace_region("collate"):
+            with record_function("whetstone/collate"):
                 batch = collate(datums, plan.units, plan.layout, self.device, self.sharing)
                 batch.scale, batch.temperature = plan.scale, plan.temperature
                 if self.rope_switch is not None:

@@ -257,7 +257,7 @@ def fused_policy_loss(
 class LossSpec:
     """Describe a loss: the datum fields it needs and may have, the keys of its config, and its
     properties. A loss of the setting `loss` is also an entry of
-    rl.algorithms.grpo_settings.POLICY_LOSSES.
+    rl.algorithms.grpo.POLICY_LOSSES.
 
     soft_targets      accepts several targets a position, each with a weight
     fused_kind        name of the loss in kernels.policy_loss, its implementation on a GPU; None: no

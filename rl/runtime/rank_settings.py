@@ -73,7 +73,7 @@ class WorkerSettings:
     stop_grace_seconds: float = 90.0  # see rl.distributed.stop_signals
     learner: LearnerSettings = field(default_factory=LearnerSettings)
     sampler: SamplerSettings = field(default_factory=SamplerSettings)
-    share_bases: bool = False  # see rl.runtime.base_models
+    share_bases: bool = False  # see rl.runtime.sampler_versions
     # number of processes, the last ones, that only sample; 0: all learn and sample in turn
     sampler_ranks: int = 0
 

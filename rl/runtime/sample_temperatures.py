@@ -189,8 +189,3 @@ def resolve_temperatures(
         default if temperature is None else temperature or 1.0
         for temperature in sampling_temperatures
     ]
-
-
-def compute_mean_temperature(temperatures: Sequence[float]) -> float:
-    """Return the mean of the temperatures. Return their exact value if all are equal."""
-    return temperatures[0] if len(set(temperatures)) == 1 else sum(temperatures) / len(temperatures)

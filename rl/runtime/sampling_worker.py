@@ -4,6 +4,7 @@ processes.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -19,9 +20,10 @@ from rl.layers import find_max_context, get_hidden_size
 from rl.learner import Learner, ModelSpec, learner_checkpoint
 from rl.models import LoadedModel
 from rl.renderers import set_end_tokens
-from rl.runtime.base_models import BaseKey, BaseModelCache
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sampler_versions import (
+    BaseKey,
+    BaseModelCache,
     RankEngine,
     SamplerVersion,
     add_versions,
@@ -94,16 +96,15 @@ class SamplingWorker:
         """Return the vLLM servers of the settings, or one that the run starts with the first
         weights. Raises UserError if one cannot be used.
         """
-        sampler, device = self.settings.sampler, self.accelerator.device
-        nonce = torch.randint(2**31, (1,), generator=torch.Generator().manual_seed(time.time_ns()))
-        numbers = torch.tensor([int(nonce), 0 if sampler.urls else find_free_port()], device=device)
-        collectives.copy_from_rank_0_([numbers])
+        sampler = self.settings.sampler
+        port = 0 if sampler.urls else find_free_port()
+        nonce, port = self.objects.broadcast_verb((secrets.token_hex(4), port))
         server = None
         if not sampler.urls:
-            with collectives.all_or_none(device):
+            with collectives.all_or_none(self.accelerator.device):
                 launch = self._make_server_launch()
             server = StartedServer(
-                int(numbers[1]),
+                port,
                 sampler.request_seconds,
                 launch,
                 enables_adapters(sampler.command),
@@ -111,7 +112,7 @@ class SamplingWorker:
             )
         return ServerPool(
             sampler.urls,
-            f"{int(numbers[0]):08x}",
+            nonce,
             folder=sampler.folder,
             request_seconds=sampler.request_seconds,
             max_rows=sampler.max_rows,
@@ -179,13 +180,11 @@ class SamplingWorker:
         if not isinstance(decoder, VllmDecoder):
             return
         pool, weights_id = decoder.pool, decoder.weights_id
-        held = torch.tensor([pool.is_resident(weights_id)], device=self.accelerator.device)
-        collectives.copy_from_rank_0_([held])  # rank 0 may have seen a server fail
-        if held:
+        # rank 0 may have seen a server fail
+        if self.objects.broadcast_verb(pool.is_resident(weights_id)):
             return
         # of each server: whether it has the weights, and its longest sequence
-        servers = torch.zeros(2, len(pool.servers), dtype=torch.int64)
-        servers = servers.to(self.accelerator.device)
+        servers: tuple[list[bool], list[int]] = ([], [])
         used = (
             self.objects.gather(pool.find_used_adapters())
             if decoder.base_decoder is not None
@@ -196,10 +195,8 @@ class SamplingWorker:
                 assert decoder.weights is not None
                 names = {name for part in used or () for name in part}
                 loads = pool.load_weights(decoder.weights, names)
-                contexts = [server.max_context for server in pool.servers]
-                servers.copy_(torch.tensor([loads, contexts]))
-        collectives.copy_from_rank_0_([servers])
-        pool.set_weights(weights_id, servers[0].bool().tolist(), servers[1].tolist())
+                servers = (loads, [server.max_context for server in pool.servers])
+        pool.set_weights(weights_id, *self.objects.broadcast_verb(servers))
 
     def _send_saved_weights(
         self, loaded: LoadedModel, version_id: int, version: int

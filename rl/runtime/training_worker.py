@@ -42,7 +42,6 @@ from rl.models import (
     score_inputs,
     set_lora_alpha,
 )
-from rl.runtime.base_models import BaseKey
 from rl.runtime.consistency import (
     ConsistencyReport,
     compute_learner_logprobs,
@@ -51,8 +50,8 @@ from rl.runtime.consistency import (
     to_arrays,
 )
 from rl.runtime.rank_settings import WorkerSettings
-from rl.runtime.sample_temperatures import compute_mean_temperature, resolve_temperatures
-from rl.runtime.sampler_versions import SamplerVersion
+from rl.runtime.sample_temperatures import resolve_temperatures
+from rl.runtime.sampler_versions import BaseKey, SamplerVersion
 from rl.runtime.sampling_worker import SamplingWorker, load_base
 from rl.runtime.verb_table import (
     LEARNER,
@@ -274,9 +273,12 @@ class TrainingWorker(SamplingWorker):
                 len(datums), 1
             )
         shares = learner.split_batch(datums, loss.group, temperatures[: len(datums)], part)
-        mean = compute_mean_temperature(temperatures)
-        options = (loss_fn, settings, divisor, backward, entropy, adapters, mean)
-        arguments = {id(share): (model_id, share, *options) for share in shares}
+        # exact if all are equal
+        total, distinct = sum(temperatures), len(set(temperatures))
+        mean = temperatures[0] if distinct == 1 else total / len(temperatures)
+        options = {"divisor": divisor, "backward": backward, "entropy": entropy}
+        call = (loss_fn, settings, {**options, "use_adapters": adapters}, mean)
+        arguments = {id(share): (model_id, share, *call) for share in shares}
         return [arguments[id(share)] for share in shares]
 
     def split_microbatch(self, model_id: int, part: int, *call: Any) -> list[tuple[Any, ...]]:
@@ -292,24 +294,15 @@ class TrainingWorker(SamplingWorker):
         share: RankBatch,
         loss_fn: str | LossSpec,
         config: Mapping[str, float],
-        divisor: float,
-        backward: bool,
-        entropy: bool,
-        adapters: bool,
+        options: Mapping[str, Any],
         mean_temperature: float,
     ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float], float]:
         """Return this rank's outputs by datum index, its metric sums, and the mean temperature of
-        the whole batch. Merged: outputs in order, and metrics.
+        the whole batch. Merged: outputs in order, and metrics. `options`: of `Learner.run_share`.
         """
         with self.kv_cache_pool.yield_to_learner():
             outputs, sums = self.learners[model_id].run_share(
-                share,
-                _resolve_loss(loss_fn),
-                config,
-                divisor=divisor,
-                backward=backward,
-                entropy=entropy,
-                use_adapters=adapters,
+                share, _resolve_loss(loss_fn), config, **options
             )
         return outputs, sums, mean_temperature
 
@@ -456,12 +449,15 @@ class TrainingWorker(SamplingWorker):
             learner.sampling_record.record(version, params)
 
     @verb()
-    def take_snapshot(self, model_id: int, is_first: bool) -> WeightSnapshot:
+    def take_snapshot(self, model_id: int, is_first: bool | None) -> WeightSnapshot:
         """Copy the current weights to host memory of rank 0, for the transfer to sampler ranks; the
         snapshots of other ranks are empty. `is_first`: whether the samplers do not have the model
-        yet.
+        yet; None: copy no weights.
         """
         learner, spec = self.learners[model_id], self.specs[model_id]
+        base_key = self.base_keys[model_id]
+        if is_first is None:
+            return WeightSnapshot(model_id, spec, base_key, 0, {})
         # the base is rounded to bf16 or 4 bit, while samplers read the original from its folder
         send_base = is_first and self._choose_base_dtype(spec) != "fp32"
         tensors = {
@@ -469,13 +465,7 @@ class TrainingWorker(SamplingWorker):
             for name, tensor in learner.iter_weights(frozen=send_base)
             if collectives.rank() == 0
         }
-        base_key = self.base_keys[model_id]
         return WeightSnapshot(model_id, spec, base_key, learner.version, tensors)
-
-    @verb()
-    def take_empty_snapshot(self, model_id: int) -> WeightSnapshot:
-        """Return what `take_snapshot` returns, without weights."""
-        return WeightSnapshot(model_id, self.specs[model_id], self.base_keys[model_id], 0, {})
 
     @verb()
     def wait_for_verbs(self) -> None:

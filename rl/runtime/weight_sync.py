@@ -4,7 +4,7 @@ Rank 0 copies the weights that an update has changed into host memory, after whi
 free. They are sent in chunks. Each chunk is a verb of the samplers, which its bytes follow over
 NCCL from GPU to GPU, or over gloo. Several chunks are executed between two step requests of a
 stream. They are written into a decoder that no request samples from, which becomes the new version
-when all have arrived. (rl.runtime.router sends them.)
+when all have arrived. (rl.runtime.driver sends them.)
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch import Tensor
 
 from rl.learner import ModelSpec
 from rl.models import LoadedModel, add_lora
-from rl.runtime.base_models import BaseKey
-from rl.runtime.sampler_versions import SamplerVersion
+from rl.runtime.sampler_versions import BaseKey, SamplerVersion
 from rl.runtime.sampling_worker import SamplingWorker, load_base
 from rl.runtime.verb_table import SAMPLER, verb
 from rl.sampler import Decoder

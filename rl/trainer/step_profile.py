@@ -11,7 +11,6 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from rl.distributed import REGION_PREFIX
 from rl.errors import UserError
 
 # part of a step -> the traced regions that it consists of
@@ -117,9 +116,9 @@ def format_parts(
     threads may overlap, so that the shares may add up to more than 1.
     """
     regions = {
-        event.key.removeprefix(REGION_PREFIX): event
+        event.key.removeprefix("whetstone/"): event
         for event in events
-        if event.key.startswith(REGION_PREFIX)
+        if event.key.startswith("whetstone/")
     }
     rows: list[tuple[str, float, float]] = []  # part, seconds on the host and on the device
     for part, names in PARTS.items():

@@ -21,7 +21,7 @@ from rl.algorithms import (
     normalize_by_batch,
 )
 from rl.algorithms.advantages import subtract_mean_divide_by_batch_std
-from rl.algorithms.grpo_settings import VARIANTS, variant_settings
+from rl.algorithms.grpo import VARIANTS, variant_settings
 from rl.config import (
     AsyncRolloutSettings,
     KlSettings,

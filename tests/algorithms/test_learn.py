@@ -6,7 +6,7 @@ from algorithm_helpers import LocalPolicy
 from helpers import call
 
 from rl.algorithms import GRPO, GrpoSettings, Models, PolicyGradientSettings, Progress
-from rl.algorithms.grpo_settings import variant_settings
+from rl.algorithms.grpo import variant_settings
 from rl.config import OptimSettings
 from rl.losses import get_loss
 from rl.types import Datum, ModelInput, TensorData

@@ -10,7 +10,7 @@ import torch
 from helpers import call, make_worker, random_datums
 
 from kernels.policy_loss_kinds import KINDS
-from rl.algorithms.grpo_settings import COEFFICIENT_KEYS, POLICY_LOSSES, find_loss_coefficients
+from rl.algorithms.grpo import COEFFICIENT_KEYS, POLICY_LOSSES, find_loss_coefficients
 from rl.algorithms.update import add_loss_inputs, has_gradient
 from rl.losses import LOSSES, LossSpec, get_loss
 

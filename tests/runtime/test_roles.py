@@ -20,14 +20,14 @@ from rank_server import REPO, shared_ranks
 from test_asynchronous import ENVIRONMENT, metrics, same
 
 from rl.algorithms import METHODS
-from rl.algorithms.grpo_settings import variant_settings
+from rl.algorithms.grpo import variant_settings
 from rl.config import RunSettings, parse_run
 from rl.distributed import check_roles, rank_roles
 from rl.errors import UserError
 from rl.learner import ModelSpec
 from rl.memory_plan import LaunchShape, MicroBatch, StepWork, plan_sampler_memory
 from rl.runtime import WorkerSettings, weight_sync
-from rl.runtime.router import VerbRouter
+from rl.runtime.driver import VerbRouter
 from rl.runtime.verb_table import VerbCall
 from rl.runtime.weight_sync import WeightChunk, WeightSnapshot, WeightTransfer, view_bytes
 from rl.runtime.worker_group import ClosedService, WorkerGroup

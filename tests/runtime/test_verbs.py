@@ -14,7 +14,7 @@ from helpers import random_datums
 from rl import ModelInput, SamplingParams, ServiceClient
 from rl.learner import Learner, LearnerSettings
 from rl.runtime import SamplerSettings, WorkerSettings, worker_group
-from rl.runtime.router import VerbRouter
+from rl.runtime.driver import VerbRouter
 from rl.runtime.training_worker import TrainingWorker
 from rl.runtime.verb_table import LEARNER, SAMPLER, SERVICE, VERBS, VerbCall, verb
 from rl.runtime.weight_sync import SamplerWorker
@@ -141,7 +141,7 @@ def test_its_row_says_which_ranks_run_it_and_what_it_waits_for(rows, monkeypatch
 
     near, far = [], []
     group = SimpleNamespace(submit=far.append, alive=True)
-    monkeypatch.setattr("rl.runtime.router.GroupService", lambda settings, role: group)
+    monkeypatch.setattr("rl.runtime.driver.GroupService", lambda settings, role: group)
     learners = SimpleNamespace(submit=near.append)
     router = VerbRouter(WorkerSettings(sampler_ranks=1), learners, threading.RLock())
 
@@ -164,7 +164,7 @@ def test_its_row_says_which_ranks_run_it_and_what_it_waits_for(rows, monkeypatch
 def test_a_verb_of_each_groups_service_is_not_routed(monkeypatch):
     submitted = []
     group = SimpleNamespace(submit=submitted.append, alive=True)
-    monkeypatch.setattr("rl.runtime.router.GroupService", lambda settings, role: group)
+    monkeypatch.setattr("rl.runtime.driver.GroupService", lambda settings, role: group)
     router = VerbRouter(WorkerSettings(sampler_ranks=1), group, threading.RLock())
     with pytest.raises(ValueError, match="close_service"):
         router.submit(VerbCall("close_service", (0,)))

@@ -24,7 +24,7 @@ from whole_runs import (
 from whole_runs import read_metrics as metrics
 
 from rl.algorithms import METHODS
-from rl.algorithms.grpo_settings import variant_settings
+from rl.algorithms.grpo import variant_settings
 from rl.client import SamplingClient
 from rl.config import AsyncRolloutSettings, RunSettings, SettingsError, parse_run
 from rl.distributed import RunStopped
