@@ -230,9 +230,42 @@ def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
     (episode,) = group.trajectories_G
     assert len(episode.transitions) == 3 and episode.transitions[-1].truncated
     assert episode.transitions[-1].metrics["context_overflow"] == 1.0
+    assert episode.transitions[-1].metrics["truncated"] == 1.0
     assert group.get_total_rewards() == [3.0]
     none = run(tokens=202)
     assert not none.groups and "episode's limit of 202" in none.errors[0]
+
+
+class LongToolResult(Environment):
+    """Member 0 calls a tool whose result leaves no room for a further answer."""
+
+    def start(self):
+        self.tools = (self.look,)
+        return "go"
+
+    def look(self, place: str) -> str:
+        """Looks.
+
+        Args:
+            place: where
+        """
+        return "x" * 300
+
+    def step(self, answer):
+        return TurnResult(reward=1.0, done=True)
+
+
+def test_an_episode_that_outgrows_its_tokens_counts_in_the_metrics_of_episodes(play):
+    call = '<tool_call>\n{"name": "look", "arguments": {"place": "up"}}\n</tool_call>'
+    (group,) = play(
+        LongToolResult,
+        lambda prompt, turn, problem, member: "done" if member else call,
+        members=2,
+        limits=EpisodeLimits(tokens=400),
+    ).groups
+    metrics = compute_group_metrics([group])
+    assert metrics["env/all/context_overflow"] == metrics["env/all/truncated"] == 0.5
+    assert metrics["env/all/tool/calls"] == 0.5
 
 
 def test_an_answer_that_was_cut_off_is_known_as_such(play):
