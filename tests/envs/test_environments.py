@@ -535,6 +535,17 @@ def test_callable_objects_and_partial_functions_are_tools():
     assert (answer.answer, answer.error) == ("7", None)
 
 
+class SameNames(Environment):
+    def start(self):
+        self.tools = tuple(partial(Adder.__call__, Adder(number)) for number in (1, 2))
+        return "go"
+
+
+def test_two_tools_of_the_same_name_are_named(play):
+    result = play(SameNames, lambda *_: "a")
+    assert not result.groups and "two tools are named '__call__'" in result.errors[0]
+
+
 def test_a_long_result_of_a_forked_call_arrives():
     calls = [{"function": {"name": "shout", "arguments": {"times": 2 << 20}}}]
     tools = {"shout": tool(shout, characters=3 << 20)}
