@@ -29,6 +29,7 @@ from rl.rollout.episode_state import (
     check_turns,
     fill_overflow_metric,
     get_sampling_params,
+    name_episode,
     record_step,
 )
 from rl.rollout.event_log import EventLog, TickEvents
@@ -288,11 +289,7 @@ class RolloutEngine:
             if isinstance(reply, StepResult):
                 reply = reply.reward
             elif not hasattr(reply, "add_done_callback"):
-                builder = self.groups[key[0]].builder
-                name = (
-                    f"the environment {builder.tag}, episode {key[1]} of row "
-                    f"{builder.problem_index},"
-                )
+                name = name_episode(self.groups[key[0]].builder, key[1])
                 thread = EnvThread(self.env_timeout if callable(reply) else None, name)
                 if not callable(reply):  # a promise, or an awaitable
                     reply = partial(_run_turn, partial(lambda value: value, reply), self.executor)
@@ -338,11 +335,12 @@ class RolloutEngine:
         self, episode: EpisodeState, action: SampledSequence | None, seat: int, result: Any
     ) -> None:
         """Record the turn that an environment result completes, and request the next turn."""
+        builder = self.groups[episode.group].builder
         if action is None:
             episode.observation, episode.stop = result
         else:
-            record_step(episode, action, seat, result)
-        builder = self.groups[episode.group].builder
+            record_step(episode, builder, action, seat, result)
+            episode.env.left_out = episode.error is not None
         if (
             episode.has_ended
             or not check_turns(
