@@ -152,6 +152,39 @@ def test_a_reward_of_whole_episodes_gets_the_columns_of_the_row(play):
     assert [group.metrics_G[0]["reward/episode"] for group in scored.groups] == [1.0, 0.0]
 
 
+class InParts(Environment):
+    def start(self):
+        parts = [{"type": "text", "text": text} for text in ("What is ", "2+2?")]
+        return [{"role": "user", "content": parts}]
+
+    def step(self, answer):
+        return TurnResult(done=True)
+
+
+def test_a_question_in_parts_is_a_text_in_rewards_and_rollouts(play):
+    result = play(InParts, lambda *_: "4")
+    (turn,) = result.groups[0].trajectories_G[0].transitions
+    # the text renderer of this test reads no images
+    turn.logs["new_messages"][0]["content"].append({"type": "image", "image": "cat.png"})
+    seen = []
+
+    def record(episode, meta):
+        seen.append(episode.messages[0]["content"])
+        return 0.0
+
+    def check_prompt(prompt, response, meta):
+        return float(prompt == "What is 2+2?[image]")
+
+    kinds = (("images_of_this_test", True, record), ("prompt_of_this_test", False, check_prompt))
+    for name, episode, function in kinds:
+        with Scorer(register_reward(name, episode=episode)(function)) as scorer:
+            scored = add_episode_rewards(result, scorer)
+    assert scored.groups[0].get_total_rewards() == [1.0]
+    assert seen == ["What is 2+2?[image]"]
+    (row,) = build_rollout_rows(result, None, 1.0)
+    assert row["turns"][0]["text"] == "What is 2+2?[image]"
+
+
 def test_a_conversation_is_played_to_its_end(play):
     result = play(GuessEnvironment, guess_middle, members=2, rows=[{}, {}, {}])
     assert not result.errors and len(result.groups) == 3
