@@ -498,11 +498,12 @@ def restore_engine_state(
     engine: RolloutEngine, state: Mapping[str, Any], get_builder: Callable[[int], EnvGroupBuilder]
 ) -> list[int]:
     """Restore the groups of `save_engine_state` in a new engine: replay the recorded actions to new
-    environments. Return the numbers of the groups whose replay differs from the saved state; these
-    groups must start again.
+    environments. Return the numbers of the groups whose replay, or whose number of environments,
+    differs from the saved state; these groups must start again.
     """
     requested = {(group, member): action for group, member, action in state["asked"]}
     engine.replayed_episodes, engine.counters = {}, dict(state["counters"])
+    lost_groups: list[int] = []
     for saved in state["groups"]:
         number = saved["number"]
         group = engine.start_group(
@@ -512,6 +513,11 @@ def restore_engine_state(
             problem=saved["problem"],
             start_version=saved["since"],
         )
+        # a builder may fail, or have failed, to make its environments
+        if len(group.episodes) != len(saved["episodes"]):
+            engine.discard_group(number)
+            lost_groups.append(number)
+            continue
         for episode, saved_episode in zip(group.episodes, saved["episodes"], strict=True):
             key = (number, episode.index)
             engine.recorded_actions[key] = [
@@ -524,11 +530,11 @@ def restore_engine_state(
             if saved_episode["error"] is not None:
                 engine.finish_episode(episode)
     engine.replay_actions()
-    lost_groups = [
-        saved["number"] for saved in state["groups"] if not _replay_matches(engine, saved)
-    ]
-    for number in lost_groups:
-        engine.discard_group(number)
+    for saved in state["groups"]:
+        number = saved["number"]
+        if number not in lost_groups and not _replay_matches(engine, saved):
+            engine.discard_group(number)
+            lost_groups.append(number)
     parked, engine.replayed_episodes = engine.replayed_episodes, None
     for group_number, member, begun in state["acting"]:
         if group_number not in lost_groups:
