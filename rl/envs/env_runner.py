@@ -11,7 +11,7 @@ from typing import Any
 
 from rl.envs.environment import Environment, TurnResult
 from rl.envs.environment_registry import EnvironmentSpec
-from rl.envs.tools import Tool, ToolCall, as_tool, run_calls
+from rl.envs.tools import Tool, ToolCall, index_tools, run_calls
 from rl.rollout import await_value
 from rl.types import Message
 
@@ -67,7 +67,7 @@ class InProcessRunner:
         """Start the environment and return its first messages, tools and seats."""
         self.environment.shared = self._shared()
         first = await await_value(self.environment.start())
-        self.tools = {tool.name: tool for tool in map(as_tool, self.environment.tools)}
+        self.tools = index_tools(self.environment.tools)
         return EpisodeStart(
             first,
             {name: tool.schema for name, tool in self.tools.items()},

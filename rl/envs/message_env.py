@@ -242,6 +242,10 @@ class MessageEnv(Env):
             partial(self._make_step, _ParsedAnswer(answer, ended, new_messages)),
         )
 
+    def on_context_overflow(self) -> StepResult:
+        """Return the metrics of an episode that ends because its conversation is too long."""
+        return StepResult(0.0, True, metrics=self._episode_metrics(truncated=True))
+
     def close(self) -> None:
         """Close the environment without waiting, and release the shared object."""
         self.thread.finish(self.runner.close)

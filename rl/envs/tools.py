@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -70,6 +70,19 @@ def as_tool(value: Any) -> Tool:
     if not callable(value):
         raise UserError(f"a tool is a function, got {value!r}")
     return Tool(value)
+
+
+def index_tools(values: Iterable[Any]) -> dict[str, Tool]:
+    """Return tools by their names. Raises UserError for two of the same name."""
+    tools: dict[str, Tool] = {}
+    for item in map(as_tool, values):
+        if item.name in tools:
+            raise UserError(
+                f"two tools are named {item.name!r}, and a model calls a tool by its name: define "
+                "a function with a name of its own for each"
+            )
+        tools[item.name] = item
+    return tools
 
 
 @dataclass(slots=True)

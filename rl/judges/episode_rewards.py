@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rl.images import content_to_text, has_images
 from rl.rewards import Episode, EpisodeTurn, PendingScore, Scorer
 from rl.rollout import RolloutBatch, Trajectory
 from rl.types import Message
@@ -44,13 +45,17 @@ def add_episode_rewards(
     """Return the rollouts with the scorer's reward added at each episode's end. The reward gets the
     columns of the group's row as meta.
 
-    An episode for which the scorer fails is removed and its error reported.
+    The reward gets no images, and the prompt as a text. An episode for which the scorer fails is
+    removed and its error reported.
     """
     if scorer is None:
         return rollouts
     pending: list[list[PendingScore]] = []
     for group in rollouts.groups:
-        episodes = [make_episode(trajectory, group.tag) for trajectory in group.trajectories_G]
+        episodes = [
+            _remove_images(make_episode(trajectory, group.tag))
+            for trajectory in group.trajectories_G
+        ]
         pending.append(
             [scorer.submit(_find_prompt(e), e.turns[-1].response, group.meta, e) for e in episodes]
         )
@@ -76,5 +81,16 @@ def add_episode_rewards(
 
 def _find_prompt(episode: Episode) -> str:
     """Return the last message of the user."""
-    texts = (str(m["content"]) for m in reversed(episode.messages) if m["role"] == "user")
-    return next(texts, "")
+    messages = reversed(episode.messages)
+    return next((content_to_text(m["content"]) for m in messages if m["role"] == "user"), "")
+
+
+def _remove_images(episode: Episode) -> Episode:
+    """Return the episode with [image] in the place of each image."""
+    messages = [
+        {**message, "content": content_to_text(message["content"])}
+        if has_images([message])
+        else message
+        for message in episode.messages
+    ]
+    return replace(episode, messages=messages)

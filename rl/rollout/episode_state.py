@@ -4,6 +4,7 @@ ends, and build the groups. RolloutEngine advances the episodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,6 +74,11 @@ class EpisodeState:
                 turn.metrics = {**turn.metrics, **metrics}
 
 
+def name_episode(builder: EnvGroupBuilder, index: int) -> str:
+    """Return the name of an episode for errors."""
+    return f"the environment {builder.tag}, episode {index} of row {builder.problem_index},"
+
+
 def check_turns(episode: EpisodeState, max_turns: int) -> bool:
     """Return whether the episode may have another turn; end the episode if it may not."""
     if len(episode.transitions) < max_turns:
@@ -91,10 +97,9 @@ def check_player(
         return True
     available = ", ".join(sorted(player for player in players if player is not None)) or "none"
     episode.error = (
-        f"the environment {builder.tag}, episode {episode.index} of row {builder.problem_index}, "
-        f"assigned seat {episode.env.seat} to {episode.player!r:.100}, which is no available "
-        f"player (available: {available}): list the players of a new environment object in its "
-        "`models`"
+        f"{name_episode(builder, episode.index)} assigned seat {episode.env.seat} to "
+        f"{episode.player!r:.100}, which is no available player (available: {available}): list "
+        "the players of a new environment object in its `models`"
     )
     return False
 
@@ -112,7 +117,7 @@ def check_context(
         return True
     if episode.transitions:
         episode.end(truncated=True, context_overflow=1.0)
-        _add_final_result(episode, episode.env.on_context_overflow())
+        _add_final_result(episode, builder, episode.env.on_context_overflow())
     else:
         exceeded_limit = (
             f"episode's limit of {builder.max_tokens}"
@@ -127,7 +132,7 @@ def check_context(
     return False
 
 
-def _add_final_result(episode: EpisodeState, final_result: Any) -> None:
+def _add_final_result(episode: EpisodeState, builder: EnvGroupBuilder, final_result: Any) -> None:
     """Add the result of `Env.on_context_overflow` to the episode's last turn: a StepResult, a
     promise of a StepResult, or None.
     """
@@ -137,7 +142,7 @@ def _add_final_result(episode: EpisodeState, final_result: Any) -> None:
         episode.error = str(failed)
         return
     if result is not None:
-        reward, metrics, episode.error = resolve_reward(result)
+        reward, metrics, episode.error = resolve_reward(result, episode, builder)
         last = episode.transitions[-1]
         last.reward, last.metrics = last.reward + reward, {**last.metrics, **metrics}
 
@@ -170,10 +175,16 @@ def fill_overflow_metric(episodes: Sequence[EpisodeState]) -> None:
 
 
 def record_step(
-    episode: EpisodeState, action: SampledSequence, seat: int, result: StepResult
+    episode: EpisodeState,
+    builder: EnvGroupBuilder,
+    action: SampledSequence,
+    seat: int,
+    result: StepResult,
 ) -> None:
-    """Record the result of an action. Waits for the reward if it is pending."""
-    reward, metrics, episode.error = resolve_reward(result)
+    """Record the result of an action. Waits for the reward if it is pending. A reward that is no
+    finite number fails the episode.
+    """
+    reward, metrics, episode.error = resolve_reward(result, episode, builder)
     reward += episode.pending_rewards.pop(seat, 0.0)
     episode.transitions.append(
         Transition(
@@ -203,16 +214,54 @@ def record_step(
     episode.observation, episode.stop = result.next_observation, result.next_stop_condition
 
 
-def resolve_reward(result: StepResult) -> tuple[float, dict[str, float], str | None]:
+def resolve_reward(
+    result: StepResult, episode: EpisodeState, builder: EnvGroupBuilder
+) -> tuple[float, dict[str, float], str | None]:
     """Return (reward, metrics, error) of a step; wait for the score if it is pending."""
     if not isinstance(result.reward, PendingScore):
-        return float(result.reward), result.metrics, None
+        if (reward := _to_finite(result.reward)) is not None:
+            return reward, result.metrics, None
+        error = (
+            f"{name_episode(builder, episode.index)} gave the reward {result.reward!r:.100}; a "
+            "finite number is expected"
+        )
+        return 0.0, result.metrics, error
     score: Score = result.reward.result()
     return (
         score.reward if score.reward is not None else 0.0,
         {**result.metrics, **score.metrics},
         score.error,
     )
+
+
+def _to_finite(value: Any) -> float | None:
+    """Return a value as a finite float; None if it is none."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _compute_group_rewards(
+    builder: EnvGroupBuilder, trajectories: Sequence[Trajectory]
+) -> list[tuple[float, dict[str, float]]]:
+    """Return the group reward and the metrics of each trajectory. Raises EpisodeFailed if the
+    builder returns anything else.
+    """
+    results = builder.compute_group_rewards(trajectories)
+    try:
+        rewards = [(_to_finite(reward), metrics) for reward, metrics in results]
+    except (TypeError, ValueError):  # no pairs
+        rewards = []
+    finite = [(reward, metrics) for reward, metrics in rewards if reward is not None]
+    if len(finite) != len(trajectories) or len(rewards) != len(trajectories):
+        raise EpisodeFailed(
+            f"compute_group_rewards of {builder.tag}, row {builder.problem_index}, returned "
+            f"{results!r:.200}; a pair (finite reward, metrics) is expected for each of "
+            f"{len(trajectories)} episodes"
+        )
+    return finite
 
 
 def build_groups(
@@ -244,7 +293,7 @@ def build_groups(
             if not trajectories:
                 continue  # the policy had no turn in this seat
             try:
-                rewards = builder.compute_group_rewards(trajectories)
+                rewards = _compute_group_rewards(builder, trajectories)
             except EpisodeFailed as failed:
                 # The group's scoring failed: the group is left out, with an error for each episode.
                 errors += [str(failed)] * len(trajectories)

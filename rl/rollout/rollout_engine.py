@@ -29,6 +29,7 @@ from rl.rollout.episode_state import (
     check_turns,
     fill_overflow_metric,
     get_sampling_params,
+    name_episode,
     record_step,
 )
 from rl.rollout.event_log import EventLog, TickEvents
@@ -288,11 +289,7 @@ class RolloutEngine:
             if isinstance(reply, StepResult):
                 reply = reply.reward
             elif not hasattr(reply, "add_done_callback"):
-                builder = self.groups[key[0]].builder
-                name = (
-                    f"the environment {builder.tag}, episode {key[1]} of row "
-                    f"{builder.problem_index},"
-                )
+                name = name_episode(self.groups[key[0]].builder, key[1])
                 thread = EnvThread(self.env_timeout if callable(reply) else None, name)
                 if not callable(reply):  # a promise, or an awaitable
                     reply = partial(_run_turn, partial(lambda value: value, reply), self.executor)
@@ -338,11 +335,12 @@ class RolloutEngine:
         self, episode: EpisodeState, action: SampledSequence | None, seat: int, result: Any
     ) -> None:
         """Record the turn that an environment result completes, and request the next turn."""
+        builder = self.groups[episode.group].builder
         if action is None:
             episode.observation, episode.stop = result
         else:
-            record_step(episode, action, seat, result)
-        builder = self.groups[episode.group].builder
+            record_step(episode, builder, action, seat, result)
+            episode.env.left_out = episode.error is not None
         if (
             episode.has_ended
             or not check_turns(
@@ -500,11 +498,12 @@ def restore_engine_state(
     engine: RolloutEngine, state: Mapping[str, Any], get_builder: Callable[[int], EnvGroupBuilder]
 ) -> list[int]:
     """Restore the groups of `save_engine_state` in a new engine: replay the recorded actions to new
-    environments. Return the numbers of the groups whose replay differs from the saved state; these
-    groups must start again.
+    environments. Return the numbers of the groups whose replay, or whose number of environments,
+    differs from the saved state; these groups must start again.
     """
     requested = {(group, member): action for group, member, action in state["asked"]}
     engine.replayed_episodes, engine.counters = {}, dict(state["counters"])
+    lost_groups: list[int] = []
     for saved in state["groups"]:
         number = saved["number"]
         group = engine.start_group(
@@ -514,6 +513,11 @@ def restore_engine_state(
             problem=saved["problem"],
             start_version=saved["since"],
         )
+        # a builder may fail, or have failed, to make its environments
+        if len(group.episodes) != len(saved["episodes"]):
+            engine.discard_group(number)
+            lost_groups.append(number)
+            continue
         for episode, saved_episode in zip(group.episodes, saved["episodes"], strict=True):
             key = (number, episode.index)
             engine.recorded_actions[key] = [
@@ -526,11 +530,11 @@ def restore_engine_state(
             if saved_episode["error"] is not None:
                 engine.finish_episode(episode)
     engine.replay_actions()
-    lost_groups = [
-        saved["number"] for saved in state["groups"] if not _replay_matches(engine, saved)
-    ]
-    for number in lost_groups:
-        engine.discard_group(number)
+    for saved in state["groups"]:
+        number = saved["number"]
+        if number not in lost_groups and not _replay_matches(engine, saved):
+            engine.discard_group(number)
+            lost_groups.append(number)
     parked, engine.replayed_episodes = engine.replayed_episodes, None
     for group_number, member, begun in state["acting"]:
         if group_number not in lost_groups:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rl.images import to_data_url
+from rl.images import content_to_text, to_data_url
 from rl.renderers import Renderer
 from rl.rollout.rollout_types import RolloutBatch, Trajectory
 from rl.types import SampledSequence, experts_as_text
@@ -107,7 +107,7 @@ def build_turn_entries(trajectory: Trajectory, renderer: Renderer | None) -> lis
             entries.append(
                 {
                     "role": message["role"],
-                    "text": str(message.get("content") or ""),
+                    "text": content_to_text(message.get("content") or ""),
                     "sampled": False,
                     **_drop_unknown(name=message.get("name") or None),
                 }

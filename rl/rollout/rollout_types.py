@@ -28,7 +28,9 @@ class StepResult:
     seats, likewise.
     """
 
-    reward: Any  # float, or a pending score with .result() -> Score, which the rollout waits for
+    # a finite float (any other value fails the episode), or a pending score with
+    # .result() -> Score, which the rollout waits for
+    reward: Any
     episode_done: bool
     next_observation: ModelInput = field(default_factory=ModelInput.empty)
     next_stop_condition: Sequence[str] | Sequence[int] | None = None
@@ -227,7 +229,8 @@ class EnvGroupBuilder(abc.ABC):
         self, trajectories_G: Sequence[Trajectory]
     ) -> list[tuple[float, dict[str, float]]]:
         """Return a reward in addition to the step rewards, and metrics, for each episode (of a
-        seat). Default: reward 0, no metrics.
+        seat). Default: reward 0, no metrics. The group is left out, with an error, if a reward is
+        no finite number or if their count is not that of the episodes.
         """
         return [(0.0, {}) for _ in trajectories_G]
 

@@ -152,6 +152,39 @@ def test_a_reward_of_whole_episodes_gets_the_columns_of_the_row(play):
     assert [group.metrics_G[0]["reward/episode"] for group in scored.groups] == [1.0, 0.0]
 
 
+class InParts(Environment):
+    def start(self):
+        parts = [{"type": "text", "text": text} for text in ("What is ", "2+2?")]
+        return [{"role": "user", "content": parts}]
+
+    def step(self, answer):
+        return TurnResult(done=True)
+
+
+def test_a_question_in_parts_is_a_text_in_rewards_and_rollouts(play):
+    result = play(InParts, lambda *_: "4")
+    (turn,) = result.groups[0].trajectories_G[0].transitions
+    # the text renderer of this test reads no images
+    turn.logs["new_messages"][0]["content"].append({"type": "image", "image": "cat.png"})
+    seen = []
+
+    def record(episode, meta):
+        seen.append(episode.messages[0]["content"])
+        return 0.0
+
+    def check_prompt(prompt, response, meta):
+        return float(prompt == "What is 2+2?[image]")
+
+    kinds = (("images_of_this_test", True, record), ("prompt_of_this_test", False, check_prompt))
+    for name, episode, function in kinds:
+        with Scorer(register_reward(name, episode=episode)(function)) as scorer:
+            scored = add_episode_rewards(result, scorer)
+    assert scored.groups[0].get_total_rewards() == [1.0]
+    assert seen == ["What is 2+2?[image]"]
+    (row,) = build_rollout_rows(result, None, 1.0)
+    assert row["turns"][0]["text"] == "What is 2+2?[image]"
+
+
 def test_a_conversation_is_played_to_its_end(play):
     result = play(GuessEnvironment, guess_middle, members=2, rows=[{}, {}, {}])
     assert not result.errors and len(result.groups) == 3
@@ -230,9 +263,42 @@ def test_turns_and_tokens_are_limited_and_what_was_earned_counts(play):
     (episode,) = group.trajectories_G
     assert len(episode.transitions) == 3 and episode.transitions[-1].truncated
     assert episode.transitions[-1].metrics["context_overflow"] == 1.0
+    assert episode.transitions[-1].metrics["truncated"] == 1.0
     assert group.get_total_rewards() == [3.0]
     none = run(tokens=202)
     assert not none.groups and "episode's limit of 202" in none.errors[0]
+
+
+class LongToolResult(Environment):
+    """Member 0 calls a tool whose result leaves no room for a further answer."""
+
+    def start(self):
+        self.tools = (self.look,)
+        return "go"
+
+    def look(self, place: str) -> str:
+        """Looks.
+
+        Args:
+            place: where
+        """
+        return "x" * 300
+
+    def step(self, answer):
+        return TurnResult(reward=1.0, done=True)
+
+
+def test_an_episode_that_outgrows_its_tokens_counts_in_the_metrics_of_episodes(play):
+    call = '<tool_call>\n{"name": "look", "arguments": {"place": "up"}}\n</tool_call>'
+    (group,) = play(
+        LongToolResult,
+        lambda prompt, turn, problem, member: "done" if member else call,
+        members=2,
+        limits=EpisodeLimits(tokens=400),
+    ).groups
+    metrics = compute_group_metrics([group])
+    assert metrics["env/all/context_overflow"] == metrics["env/all/truncated"] == 0.5
+    assert metrics["env/all/tool/calls"] == 0.5
 
 
 def test_an_answer_that_was_cut_off_is_known_as_such(play):
@@ -500,6 +566,17 @@ def test_callable_objects_and_partial_functions_are_tools():
     request = {"function": {"name": "Adder", "arguments": {"number": 4}}}
     (answer,) = run_calls({"tool_calls": [request]}, {"Adder": add})
     assert (answer.answer, answer.error) == ("7", None)
+
+
+class SameNames(Environment):
+    def start(self):
+        self.tools = tuple(partial(Adder.__call__, Adder(number)) for number in (1, 2))
+        return "go"
+
+
+def test_two_tools_of_the_same_name_are_named(play):
+    result = play(SameNames, lambda *_: "a")
+    assert not result.groups and "two tools are named '__call__'" in result.errors[0]
 
 
 def test_a_long_result_of_a_forked_call_arrives():

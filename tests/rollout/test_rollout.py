@@ -2,6 +2,8 @@
 ends, random streams.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -285,6 +287,32 @@ def check_owed(result, group) -> None:
 def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler):
     group = owing_group(sampler.info["max_context"], list_owed_results())
     check_owed(rollout([group], sampler, PARAMS, seed=2), group)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), None, "much"])
+def test_a_reward_that_is_no_finite_number_costs_its_episode(sampler, reward):
+    class Faulty(CountdownEnv):
+        def step(self, action):
+            result = super().step(action)
+            return replace(result, reward=reward) if self.turns == 2 else result
+
+    result = rollout([Of(Faulty, 3, [2, 1])], sampler, PARAMS, seed=2)
+    (group,) = result.groups
+    assert group.get_total_rewards() == [11.0]
+    (error,) = result.errors
+    assert f"episode 0 of row 3, gave the reward {reward!r}; a finite number is expected" in error
+
+
+@pytest.mark.parametrize(
+    "rewards", [[(1.0, {})], [(1.0, {})] * 3, [1.0, 2.0], None, [(float("nan"), {}), (1.0, {})]]
+)
+def test_group_rewards_that_cannot_be_read_cost_their_group(sampler, rewards):
+    faulty = CountdownGroupBuilder(3, [1, 1])
+    faulty.compute_group_rewards = lambda trajectories_G: rewards
+    result = rollout([faulty, CountdownGroupBuilder(4, [1])], sampler, PARAMS, seed=2)
+    assert [group.problem_index for group in result.groups] == [4]
+    assert len(result.errors) == 2
+    assert all("compute_group_rewards of count, row 3, returned" in e for e in result.errors)
 
 
 @pytest.mark.parametrize("place", ["initial_observation", "make_envs", "step"])

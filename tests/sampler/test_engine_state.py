@@ -6,10 +6,13 @@ import json
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import pytest
+
 from rl.rollout import (
     Env,
     EnvExecutor,
     EnvGroupBuilder,
+    EpisodeFailed,
     EventLog,
     PlayerStream,
     RolloutEngine,
@@ -133,3 +136,41 @@ def test_samples_of_two_players_with_the_same_tickets_are_restored():
     assert play_out(restored) == play_out(engine)
     for player, stream in restored_streams.items():  # no token is sampled twice
         assert stream.sampled == streams[player].sampled - before[player] > 0
+
+
+class UnmadeEnv(Env):
+    """Stands in for a group whose environments could not be made, as in rl.integrations."""
+
+    blocks = False
+
+    def initial_observation(self):
+        raise EpisodeFailed("no environments")
+
+    def step(self, action):
+        """Is never called."""
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_group_with_another_number_of_environments_starts_again(fails):
+    """A builder fails to make its environments in the run (0) or at the resume (1)."""
+
+    def make_builder(problem: int, launch: int) -> DuelGroupBuilder:
+        builder = DuelGroupBuilder(problem)
+        if (problem, launch) == (0, fails):
+            builder.make_envs = lambda: [UnmadeEnv()]
+        return builder
+
+    engine, _ = make_engine()
+    for problem in range(2):
+        engine.start_group(problem, make_builder(problem, 0), seed=3, problem=problem)
+    for _ in range(LENGTH + 2):
+        engine.tick()
+    state = json.loads(json.dumps(save_engine_state(engine)))
+    restored, _ = make_engine()
+    assert restore_engine_state(restored, state, lambda problem: make_builder(problem, 1)) == [0]
+    restored.start_group(0, DuelGroupBuilder(0), seed=3, problem=0)
+    expected, _ = make_engine()
+    for problem in range(2):
+        expected.start_group(problem, DuelGroupBuilder(problem), seed=3, problem=problem)
+    assert play_out(restored) == play_out(expected)
+    engine.executor.close()
