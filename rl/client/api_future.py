@@ -28,8 +28,7 @@ class APIFuture(Generic[T]):
         before_wait: Callable[[], None] | None = None,
     ):
         self._future = future
-        if convert is not None:
-            self._convert = convert  # type: ignore[method-assign]
+        self._converter = convert
         self._before_wait = before_wait
 
     def _run_before_wait(self) -> None:
@@ -40,7 +39,7 @@ class APIFuture(Generic[T]):
 
     def _convert(self, value: Any) -> T:
         """Convert the verb's result."""
-        return value
+        return self._converter(value) if self._converter is not None else value
 
     def done(self) -> bool:
         """Return whether the verb has ended."""

@@ -78,7 +78,7 @@ class ColumnsFormat(RowFormat):
     message) is the response, and also stays in meta.
     """
 
-    required = ({"prompt"},)
+    required: tuple[set[str], ...] = ({"prompt"},)
 
     def __init__(self, names: ColumnNames):
         super().__init__(names)

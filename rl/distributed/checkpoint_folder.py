@@ -292,7 +292,7 @@ def _read_manifest(folder: Path) -> tuple[dict[str, dict[str, int | str]], float
         )
     try:
         manifest = json.loads(path.read_bytes().decode("utf-8"))
-        files = {
+        files: dict[str, dict[str, int | str]] = {
             name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
             for name, entry in manifest["files"].items()
         }

@@ -71,7 +71,9 @@ def average_rows(
         members = [table[key] for table in tables if key in table]
         if len(members) < len(tables):
             continue
-        columns = {name: [member.get(name) for member in members] for name in first}
+        columns: dict[str, list[Any]] = {
+            name: [member.get(name) for member in members] for name in first
+        }
         spreads = {
             name: _measure_spread(values)
             for name, values in columns.items()

@@ -154,7 +154,7 @@ class TrackioBackend(TrackerBackend):
     def log_table(self, name: str, rows: Sequence[Sequence[Any]], step: int) -> None:
         import trackio
 
-        table = trackio.Table(columns=list(ROLLOUT_COLUMNS), data=rows)
+        table = trackio.Table(columns=list(ROLLOUT_COLUMNS), data=[list(row) for row in rows])
         self.tracker.log({name: table}, step=step)
 
 
