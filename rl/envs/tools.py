@@ -41,9 +41,11 @@ class Tool:
     schema: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        schema = self.schema or make_tool_schema(self.function)
+        schema = dict(self.schema or make_tool_schema(self.function))
+        name = self.name or schema["function"]["name"]
+        schema["function"] = {**schema["function"], "name": name}  # the name that the model reads
         object.__setattr__(self, "schema", schema)
-        object.__setattr__(self, "name", self.name or schema["function"]["name"])
+        object.__setattr__(self, "name", name)
 
 
 def tool(
@@ -126,8 +128,9 @@ def run_calls(answer: Message, tools: Mapping[str, Tool], *, forks: bool = False
     carry the reason as their error.
 
     Each call has a thread, which is abandoned if it exceeds its time limit. `forks`: a plain
-    function (not a method, which may change its object) runs in a separate process, which is killed
-    at the time limit and may crash. Calls beyond `MAX_CALLS` in an answer are not run.
+    function runs in a separate process, which is killed at the time limit and may crash. A method
+    and a function with captured variables may change the episode's objects: they run in the thread.
+    Calls beyond `MAX_CALLS` in an answer are not run.
     """
     calls = [
         ToolCall(call["function"]["name"], call["function"]["arguments"])
@@ -191,7 +194,7 @@ def _start_call(call: ToolCall, tools: Mapping[str, Tool], forks: bool) -> EnvCa
 
     def run_timed() -> tuple[str, str, float]:
         begin = time.monotonic()
-        result = run_forked() if forks and inspect.isfunction(requested.function) else run()
+        result = run_forked() if forks and not _may_change_objects(requested.function) else run()
         return *result, time.monotonic() - begin
 
     def kill() -> None:
@@ -202,6 +205,11 @@ def _start_call(call: ToolCall, tools: Mapping[str, Tool], forks: bool) -> EnvCa
     running = thread.submit(run_timed)
     thread.finish()
     return running
+
+
+def _may_change_objects(function: Callable[..., Any]) -> bool:
+    """Return whether a call may change objects of the episode: a separate process would not."""
+    return not inspect.isfunction(function) or function.__closure__ is not None
 
 
 def _run_tool(tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, str]:

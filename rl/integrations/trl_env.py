@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -78,9 +77,9 @@ class TrlEnvironment(Environment):
         """Return the reward of the finished episode."""
         if not hasattr(self.wrapped, "get_reward"):
             attribute = getattr(self.wrapped, "reward", None)
-            return TurnResult(
-                reward=float(attribute) if isinstance(attribute, numbers.Real) else 0.0, done=True
-            )
+            if attribute is None or callable(attribute):  # no reward, or a tool of this name
+                return TurnResult(reward=0.0, done=True)
+            return TurnResult(reward=float(attribute), done=True)  # a tensor or array is a number
         reward = await await_value(self.wrapped.get_reward())
         return TurnResult(reward=math.nan if reward is None else reward, done=True)
 

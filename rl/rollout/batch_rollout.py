@@ -87,8 +87,7 @@ def rollout(
 
     The random stream of a sample is a function of (seed, turn, problem, index in the group,
     position) alone; a problem that occurs twice in the batch gets a second stream. Raises
-    ValueError for a group without members, RuntimeError if an episode exceeds the maximum number of
-    turns.
+    ValueError for a group without members.
     """
     samplers: dict[str | None, ActionSampler] = {None: sampler}
     samplers.update((players or {}).items())

@@ -33,7 +33,7 @@ from rl.envs import (
     tool,
 )
 from rl.envs.env_runner import EpisodeTask
-from rl.envs.tools import run_calls
+from rl.envs.tools import Tool, run_calls
 from rl.errors import UserError
 from rl.images import make_image_chunk, open_image
 from rl.integrations.trl_env import MultiTrlEnvironment
@@ -577,6 +577,28 @@ class SameNames(Environment):
 def test_two_tools_of_the_same_name_are_named(play):
     result = play(SameNames, lambda *_: "a")
     assert not result.groups and "two tools are named '__call__'" in result.errors[0]
+
+
+def test_a_tool_that_captures_variables_may_change_them():
+    kept = []
+
+    def keep(word: str) -> str:
+        """Keep a word.
+
+        Args:
+            word: to keep
+        """
+        kept.append(word)
+        return "kept"
+
+    calls = [{"function": {"name": "keep", "arguments": {"word": "a"}}}]
+    (made,) = run_calls({"tool_calls": calls}, {"keep": tool(keep)}, forks=True)
+    assert (made.answer, made.error, kept) == ("kept", None, ["a"])
+
+
+def test_the_name_of_a_tool_is_the_one_that_the_model_reads():
+    assert Tool(shout, name="cry").schema["function"]["name"] == "cry"
+    assert tool(shout).schema["function"]["name"] == "shout"
 
 
 def test_a_long_result_of_a_forked_call_arrives():

@@ -5,7 +5,9 @@ import textwrap
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from scripted import ScriptedSampler
 from whole_runs import train
 
@@ -208,6 +210,21 @@ def test_a_setting_or_a_tool_may_be_called_group(cls):
     spec, renderer = resolve_environment(cls), get_renderer("plain", load_tokenizer("tiny:ascii"))
     (group,) = build_episode_groups(spec, settings, [Problem((), {})], 2, renderer)
     assert isinstance(group, EnvironmentGroup) and len(group.make_envs()) == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(np.array(1.5), 1.5), (torch.tensor(0.25), 0.25), (True, 1.0), (None, 0.0)],
+)
+def test_the_attribute_reward_is_a_number_of_any_library(play_episode, value, expected):
+    class Rewarded:
+        reward = value
+
+        def reset(self, **row):
+            return "Go."
+
+    result = play_episode(resolve_environment(Rewarded), ["done"], process=False)
+    assert not result.errors and result.groups[0].get_total_rewards() == [expected]
 
 
 def test_no_reward_costs_the_episode(file, play_episode):
