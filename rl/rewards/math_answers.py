@@ -179,7 +179,7 @@ def _split_items(text: str) -> list[str]:
 
 
 def _expand_signs(item: str) -> list[str]:
-    if r"\pm" not in item and r"\mp" not in item:
+    if not re.search(r"\\(pm|mp)(?![a-z])", item):  # \pmod is none
         return [item]
     value, signs = _get_assigned_value(item), (("+", "-"), ("-", "+"))
     values = [
