@@ -27,6 +27,7 @@ _MATRIX = re.compile(
     r"\\begin\{([pbBvV]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}", re.DOTALL
 )
 _BASE = re.compile(r"(?:\\text)?\{?([0-9A-Z]+)\}?_(?:\{?(?:\\text\s*\{)?(\d+|[a-z]+)\}*)")
+_SIGNS = re.compile(r"\\(?:pm|mp)(?![a-z])")  # \pm and \mp, not \pmod
 # Separators for `split_top`. A command ends where its letters end: \\in does not begin \\infty.
 _ITEMS = "[,;]"
 _EQUALS = r"(?<![<>!:=])=(?!=)|(?<![a-zA-Z])(?:\\approx|\\equiv)(?![a-zA-Z])"
@@ -92,7 +93,8 @@ def _equal(answer: str, expected: str) -> bool:
     if expected_words is not None and (answer_words := parse_words(answer)) is not None:
         return expected_words == answer_words
     rules: Sequence[Callable[[str, str], bool | None]] = (
-        _equal_lists, _equal_membership, _equal_chains, _equal_sequences, _equal_unions,
+        _equal_plus_minus, _equal_lists, _equal_membership, _equal_chains, _equal_sequences,
+        _equal_unions, _equal_matrices,
     )  # fmt: skip
     for rule in rules:
         verdict = rule(answer, expected)
@@ -141,15 +143,8 @@ def _strip_brackets(text: str) -> str:
 
 
 def _parse_sequence(text: str) -> tuple[str, list[str]] | None:
-    """Return (its two brackets, its items) of a tuple, interval or set, (its shape, its entries) of
-    a matrix or column in any brackets; None for any other text. Determinants are formulas.
-    """
+    """Return (its two brackets, its items) of a tuple, interval or set; None for any other text."""
     text = text.strip()
-    matrix = _MATRIX.fullmatch(text)
-    if matrix is not None and matrix.group(1) not in ("vmatrix", "Vmatrix"):
-        rows = [row.split("&") for row in re.split(r"\\\\", matrix.group(2)) if row.strip()]
-        entries = [entry.replace(r"\phantom", "").strip() for row in rows for entry in row]
-        return f"rows of {[len(row) for row in rows]}", entries
     if text.startswith(r"\{") and text.endswith(r"\}") and _is_bracketed(text[1:-2] + "}"):
         return "{}", _split_items(text[2:-2])
     if _is_bracketed(text) and text[0] != "{":
@@ -159,31 +154,42 @@ def _parse_sequence(text: str) -> tuple[str, list[str]] | None:
 
 
 def _split_list(text: str) -> tuple[bool, list[str]]:
-    """Return (whether the text is a set, the items of the set or of the list without brackets).
-
-    An item a \\pm b is two items.
-    """
-    brackets, items = _parse_sequence(text) or ("", [])
-    if brackets != "{}":
-        items = _split_items(text)
-    return brackets == "{}", [value for item in items for value in _expand_signs(item)]
+    """Return (whether the text is a set, the items of the set or of the list without brackets)."""
+    sequence = _parse_sequence(text)
+    if sequence is not None and sequence[0] == "{}":
+        return True, sequence[1]
+    return False, _split_items(text)
 
 
-def _check_count(items: Sequence[str]) -> None:
+def _check_count(items: Sequence[str], kind: str) -> None:
     if len(items) > _MAX_ITEMS:
-        raise FormulaTooLargeError(f"a list or matrix of {len(items)} items")
+        raise FormulaTooLargeError(kind)
 
 
 def _split_items(text: str) -> list[str]:
     return [item for item in split_top(_AND.sub(",", text), _ITEMS) if item]
 
 
-def _expand_signs(item: str) -> list[str]:
-    if not re.search(r"\\(pm|mp)(?![a-z])", item):  # \pmod is none
-        return [item]
-    value, signs = _get_assigned_value(item), (("+", "-"), ("-", "+"))
+def _equal_plus_minus(answer: str, expected: str) -> bool | None:
+    """Compare a \\pm b as its two values, also within a list or set."""
+    if not _SIGNS.search(answer) and not _SIGNS.search(expected):
+        return None
+    sides = []
+    for text in (answer, expected):
+        _, items = _split_list(text)
+        _check_count(items, "a list of too many items")
+        sides.append(
+            [value for item in items for value in _expand_signs(_get_assigned_value(item))]
+        )
+    return _same_items(sides[0], sides[1])
+
+
+def _expand_signs(text: str) -> list[str]:
+    if not _SIGNS.search(text):
+        return [text]
+    signs = (("+", "-"), ("-", "+"))
     values = [
-        re.sub(r"\\pm(?![a-z])", plus, re.sub(r"\\mp(?![a-z])", minus, value))
+        re.sub(r"\\pm(?![a-z])", plus, re.sub(r"\\mp(?![a-z])", minus, text))
         for plus, minus in signs
     ]
     return [re.sub(r"(^|[(,=]\s*)\+", r"\1", value) for value in values]
@@ -227,7 +233,7 @@ def _same_items(answer_items: Sequence[str], expected_items: Sequence[str]) -> b
     """Return whether the items are equal in some order."""
     if len(answer_items) != len(expected_items):
         return False
-    _check_count(expected_items)
+    _check_count(expected_items, "a list of too many items")
     remaining = list(expected_items)
     for item in answer_items:
         match = next((i for i, other in enumerate(remaining) if _equal_readings(item, other)), None)
@@ -321,17 +327,19 @@ def _equal_equation(
 
 
 def _equal_sequences(answer: str, expected: str) -> bool | None:
-    """Compare tuples, points, intervals and matrices: the same brackets or shape, and equal values
-    in order.
-    """
-    answer_brackets, answer_items = _parse_sequence(answer) or ("", [])
-    brackets, items = _parse_sequence(expected) or ("", [])
-    if not answer_brackets and not brackets:
+    """Compare tuples, points and intervals: the same brackets, and equal values in order."""
+    answer_sequence, expected_sequence = _parse_sequence(answer), _parse_sequence(expected)
+    if answer_sequence is None and expected_sequence is None:
         return None
-    if answer_brackets != brackets or len(answer_items) != len(items):
+    if (
+        answer_sequence is None
+        or expected_sequence is None
+        or answer_sequence[0] != expected_sequence[0]
+        or len(answer_sequence[1]) != len(expected_sequence[1])
+    ):
         return False
-    _check_count(items)
-    return all(_equal(a, b) for a, b in zip(answer_items, items, strict=True))
+    _check_count(expected_sequence[1], "a list of too many items")
+    return all(_equal(a, b) for a, b in zip(answer_sequence[1], expected_sequence[1], strict=True))
 
 
 def _equal_unions(answer: str, expected: str) -> bool | None:
@@ -339,6 +347,28 @@ def _equal_unions(answer: str, expected: str) -> bool | None:
     if len(answer_parts) == len(expected_parts) == 1:
         return None
     return _same_items(answer_parts, expected_parts)
+
+
+def _equal_matrices(answer: str, expected: str) -> bool | None:
+    """Compare matrices and columns, in round or square brackets, by their entries. Determinants are
+    formulas.
+    """
+    answer_match, expected_match = (_MATRIX.fullmatch(t.strip()) for t in (answer, expected))
+    if expected_match is None or expected_match.group(1) in ("vmatrix", "Vmatrix"):
+        return None
+    if answer_match is None or answer_match.group(1) in ("vmatrix", "Vmatrix"):
+        return False
+    sides = [
+        [row.split("&") for row in re.split(r"\\\\", side.group(2)) if row.strip()]
+        for side in (answer_match, expected_match)
+    ]
+    if [len(row) for row in sides[0]] != [len(row) for row in sides[1]]:
+        return False
+    entries = [[entry.replace(r"\phantom", "") for row in side for entry in row] for side in sides]
+    _check_count(entries[0], "a matrix of too many entries")
+    return all(
+        _equal_readings(a.strip(), b.strip()) for a, b in zip(entries[0], entries[1], strict=True)
+    )
 
 
 def _equal_values(answer: str, expected: str) -> bool:

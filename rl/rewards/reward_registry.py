@@ -159,8 +159,6 @@ class Reward:
         self.episode: bool = self.kind.episode or any(part.episode for part in parts)
         if parts:
             self.builtin = all(part.builtin for part in parts)
-            self.inline_safe = all(part.inline_safe for part in parts)
-            self.needs = tuple(module for part in parts for module in part.needs)
         self.inline_safe = self.inline_safe and not self.batched
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
@@ -321,11 +319,18 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
             f"no reward is named {spec!r}: {_suggest_name(spec, _REGISTRY)}registered are {known}; "
             "pass your function as 'module:function'"
         )
+    function = _bind_settings(spec, entry.target, settings)
+    needs, inline_safe = entry.needs, entry.inline_safe
+    if isinstance(function, CombinedReward):
+        # Bounded if all parts are bounded; needs the modules of all parts.
+        parts = function.part_rewards()
+        needs = tuple(module for part in parts for module in part.needs)
+        inline_safe = all(part.inline_safe for part in parts)
     return Reward(
         spec,
-        _bind_settings(spec, entry.target, settings),
-        needs=entry.needs,
-        inline_safe=entry.inline_safe,
+        function,
+        needs=needs,
+        inline_safe=inline_safe,
         builtin=entry.builtin,
         reports=entry.reports,
     )

@@ -99,6 +99,7 @@ class SamplingReply:
     A subclass reads the request, makes a choice of each sample, and makes the response.
     """
 
+    operation: str  # name of the routes in /openapi.json
     prompts: list[list[int]]  # token ids
     n: int  # samples of each prompt
     params: SamplingParams
@@ -149,8 +150,10 @@ class SamplingReply:
                 if self.num_likely:
                     top = await self._compute_top_logprobs(prompt, sequence)
                 choices.append(self.make_choice(len(choices), sequence, top))
-        del self.session, self.backend  # a session keeps replies for retries: no cycle
-        return self.make_response(choices)
+        response = self.make_response(choices)
+        # A session keeps replies for retries: only the response, and no cycle.
+        del self.session, self.backend, self.responses
+        return response
 
     async def _sample(
         self, prompt: list[int], n: int, params: SamplingParams, **options: Any
@@ -218,6 +221,7 @@ class ChatReply(SamplingReply):
     """Answer a chat completion request, and record its turns in the session."""
 
     body: ChatBody
+    operation = "handle_chat"
 
     async def prepare(self) -> None:
         body = self.body
@@ -312,6 +316,7 @@ class TextReply(SamplingReply):
     """Answer a completion request: choice p * n + j is sample j of prompt p."""
 
     body: CompletionBody
+    operation = "handle_completions"
 
     async def prepare(self) -> None:
         body = self.body
@@ -443,6 +448,7 @@ class TokenReply(SamplingReply):
     """
 
     body: GenerateBody
+    operation = "generate"
 
     async def prepare(self) -> None:
         fields = self.body.sampling_params

@@ -143,7 +143,7 @@ class OpenAIRoutes:
         async def endpoint(request: Request) -> Any:
             return await self._reply(request, reply_type, body_type)
 
-        endpoint.__name__, endpoint.__doc__ = reply_type.__name__, reply_type.__doc__
+        endpoint.__name__, endpoint.__doc__ = reply_type.operation, reply_type.__doc__
         return [
             TypedRoute(prefix + path, endpoint, "POST", body_type, response_types)
             for prefix in _PREFIXES

@@ -37,7 +37,6 @@ from rl.trainer.stage_data import (
     LAST_ROWS_SUFFIX,
     PreparedStage,
     describe_prepared,
-    resolve_environment,
     resolve_stage_reward,
 )
 
@@ -253,10 +252,10 @@ def _usage_commands(stages: Sequence[StageConfig], folder: Path) -> list[str]:
     last, quoted_folder = stages[-1], shlex.quote(str(folder))
     if last.method != "reward_model":
         # evaluate.py needs a reward
+        environment = getattr(last.settings, "env", None)
         scored = (
-            resolve_environment(last.settings) is not None
-            or resolve_stage_reward(last.settings.data) is not None
-        )
+            environment is not None and environment.environment is not None
+        ) or resolve_stage_reward(last.settings.data) is not None
         methods = list_method_addresses(stages)
         scorers = [
             *list_reward_addresses(last.settings.data),

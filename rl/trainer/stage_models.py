@@ -227,7 +227,7 @@ class StageModelFactory(ModelFactory):
 
     def has_value_head(self, weights: SavedWeights) -> bool:
         """Return whether a checkpoint holds a value head."""
-        if weights.name in self.earlier and weights.stage is not None:
+        if weights.stage is not None and weights.name in self.earlier:
             return METHODS.create(weights.stage).value_head
         path = weights.path
         return (

@@ -20,9 +20,11 @@ from rl.envs import (
     resolve_environment,
 )
 from rl.judges import AnswerComparison, PairwiseJudge, RewardModel, make_comparison_prompt
+from rl.models import load_tokenizer
 from rl.renderers import get_renderer
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
-from rl.trainer.stage_models import StageModelFactory
+from rl.trainer.saved_weights import SavedWeights
+from rl.trainer.stage_models import StageModelFactory, make_own_renderer
 from rl.types import Problem, SampledSequence
 
 ROLE_COLON = [
@@ -286,18 +288,25 @@ def test_reward_models_and_judges_keep_the_renderer_that_they_were_trained_with(
     """The renderer comes from the settings of the stage that trained the model, in this run or
     another.
     """
-    requests = []
     stage = SimpleNamespace(
         settings=SimpleNamespace(data=SimpleNamespace(renderer="role_colon", template=()))
     )
     monkeypatch.setattr(
         "rl.trainer.stage_models.open_weights",
-        lambda target: requests.append(target) or SimpleNamespace(stage=stage),
+        lambda target: SavedWeights(target, Path(target), stage=stage),
     )
-    hosts = StageModelFactory.__new__(StageModelFactory)
-    hosts.earlier = {"rm": "runs/a/checkpoints/rm-final"}
-    assert [hosts.renderer_of(name) for name in ("rm", "runs/b")] == [("role_colon", ())] * 2
-    assert requests == ["runs/a/checkpoints/rm-final", "runs/b"]
+    factory = StageModelFactory.__new__(StageModelFactory)
+    factory.earlier = {"rm": SavedWeights("rm", Path("rm-final"), stage=stage)}
+    tokenizer = load_tokenizer("tiny:ascii")
+    client = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+    question = [{"role": "user", "content": "hello"}]
+    expected = get_renderer("role_colon", tokenizer).build_generation_prompt(question)
+    assert expected != get_renderer("plain", tokenizer).build_generation_prompt(question)
+    for name, path in (("rm", Path("rm-final")), ("runs/b", Path("runs/b"))):
+        weights = factory.open(name)
+        assert weights.path == path
+        renderer = make_own_renderer(client, weights)
+        assert renderer.build_generation_prompt(question) == expected
 
 
 class TwoQuestionEnvironment(Environment):

@@ -129,6 +129,10 @@ e^2 ⇒ e^{2} ; e \cdot e ; \exp(2) ≠ 7.389 ; 2e ; e^3
 1,-2 ⇒ -2,1 ; \{-2,1\} ; x=1,-2 ≠ 1,2 ; -1,2 ; (1,-2)
 -2 \text{ or } -12 ⇒ -12,-2 ; -2,-12 ; -2 or -12 ≠ -2 ; 12,2
 # matrices
+2\begin{pmatrix}1\\2\end{pmatrix} ⇒ \begin{pmatrix}2\\4\end{pmatrix} ≠
+    \begin{pmatrix}2\\2\end{pmatrix}
+\begin{pmatrix}\frac12&\\1&2\end{pmatrix} ⇒ \begin{pmatrix}0.5&\\1&2\end{pmatrix} ≠
+    \begin{pmatrix}0.5&1\\1&2\end{pmatrix}
 \begin{pmatrix} 1 & 0 \\ 0 & 3 \end{pmatrix} ⇒ \begin{pmatrix}1&0\\0&3\end{pmatrix} ;
     \begin{bmatrix}1&0\\0&3\end{bmatrix} ; \begin{pmatrix} 1 & 0 \\ 0 & \frac{6}{2} \\ \end{pmatrix}
     ≠ \begin{pmatrix}0&1\\3&0\end{pmatrix} ; \begin{pmatrix}1&0&0&3\end{pmatrix} ;

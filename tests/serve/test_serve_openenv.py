@@ -62,7 +62,7 @@ def sdk_results(tmp_path_factory, shared_data):
             done = subprocess.run(command, capture_output=True, text=True, timeout=240)
             assert done.returncode == 0, done.stderr[-3000:]
             owner = first.session_store.list_models(first.app._keys[0][1])[0].owner
-            client = first.model_manager.resolve_name(path, owner)()
+            client = first.model_manager.find_client(path, owner)()
             yield json.loads(done.stdout.splitlines()[-1]), path, client, first
         finally:
             listening.close()

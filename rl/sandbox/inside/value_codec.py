@@ -114,7 +114,10 @@ def _encode_container(of: Any, value: Any, reference: Any, depth: int) -> list[A
     items = of.__iter__(value)
     if issubclass(of, dict):
         items = itertools.chain.from_iterable(dict.items(value))
-    return [_TAGS[of], *[encode(item, reference, depth + 1) for item in items]]
+    encoded: list[Any] = [_TAGS[of]]
+    for item in items:  # no comprehension: in Python 3.11 it is a frame more for each level
+        encoded.append(encode(item, reference, depth + 1))
+    return encoded
 
 
 def _encode_other(value: Any, of: type, reference: Any, depth: int) -> Any:
