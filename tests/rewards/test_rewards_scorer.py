@@ -279,6 +279,26 @@ def test_rewards_that_cannot_hang_run_inline_and_others_elsewhere():
     assert score.failure == "error" and "2+2=" in score.error and scorer.counts["errors"] == 1
 
 
+def test_a_combined_reward_of_a_file_runs_in_a_process_although_its_parts_are_bounded(tmp_path):
+    (tmp_path / "combined.py").write_text(
+        textwrap.dedent("""
+        from rl.rewards import resolve_reward
+        from rl.rewards.reward_calls import CombinedReward
+
+        class Endless(CombinedReward):
+            def part_rewards(self):
+                return [resolve_reward("exact_match")]
+
+            def combine_results(self, item, results):
+                while True:
+                    pass
+    """)
+    )
+    with Scorer(f"{tmp_path / 'combined.py'}:Endless", timeout=1) as scorer:
+        assert scorer.place == "process"
+        assert scorer.submit("2+2=", "4", {"answer": "4"}).result().failure == "timeout"
+
+
 def test_a_registered_function_of_a_module_runs_in_a_process_alone_and_in_a_composite(module):
     import misbehaving
 

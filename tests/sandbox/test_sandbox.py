@@ -536,6 +536,18 @@ def test_a_value_travels_without_its_class_and_an_object_not_at_all():
             value_codec.encode(wrong)
 
 
+@pytest.mark.parametrize(
+    "wrap", [lambda made: [made], lambda made: {1: made}, lambda made: (made,)]
+)
+def test_a_value_may_be_nested_400_levels_deep(wrap):
+    made = wrap(1)
+    for _ in range(399):
+        made = wrap(made)
+    assert value_codec.decode(value_codec.encode(made)) == made
+    with pytest.raises(value_codec.NotPlain, match="nested deeper"):
+        value_codec.encode(wrap(wrap(made)))
+
+
 @pytest.mark.parametrize(("compare", "value", "expected", "same"), [
     ("exact", [1, (2,)], [1, [2]], True),
     ("exact", 1, True, False),
