@@ -129,7 +129,8 @@ def run_calls(answer: Message, tools: Mapping[str, Tool], *, forks: bool = False
 
     Each call has a thread, which is abandoned if it exceeds its time limit. `forks`: a plain
     function runs in a separate process, which is killed at the time limit and may crash. A method
-    and a function with captured variables may change the episode's objects: they run in the thread.
+    and an inner function with captured variables may change the episode's objects: they run in the
+    thread.
     Calls beyond `MAX_CALLS` in an answer are not run.
     """
     calls = [
@@ -209,7 +210,10 @@ def _start_call(call: ToolCall, tools: Mapping[str, Tool], forks: bool) -> EnvCa
 
 def _may_change_objects(function: Callable[..., Any]) -> bool:
     """Return whether a call may change objects of the episode: a separate process would not."""
-    return not inspect.isfunction(function) or function.__closure__ is not None
+    if not inspect.isfunction(function):
+        return True
+    # a decorated function of a module has captured variables too, but none of the episode
+    return function.__closure__ is not None and "<locals>" in function.__qualname__
 
 
 def _run_tool(tool: Tool, arguments: Mapping[str, Any]) -> tuple[str, str]:

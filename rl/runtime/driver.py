@@ -351,9 +351,10 @@ class VerbRouter:
         """Report to the learner of these weights the way they are sampled, once for each
         (temperature, changes_distribution) pair.
         """
-        if version_id not in self._version_sources:
+        source = self._version_sources.get(version_id)  # once: a finalizer may remove it between
+        if source is None:
             return
-        (owner, reported), new_params = self._version_sources[version_id], []
+        (owner, reported), new_params = source, []
         for sampling_params in params:
             pair = (sampling_params.temperature, sampling_params.changes_distribution)
             if pair not in reported:

@@ -81,7 +81,7 @@ class BlockPool:
         # the chunks by which a block is found, each with the position in the block that it ends at
         self._chunks: dict[int, list[tuple[bytes, int]]] = {}
         self.hashed_positions = [0] * count  # of each block, the first positions
-        self.experts: dict[bytes, np.ndarray] = {}  # by chunk, of its positions, if recorded
+        self.experts: dict[int, np.ndarray] = {}  # of each position of hashed blocks, if recorded
 
     @property
     def num_free(self) -> int:
@@ -138,10 +138,13 @@ class BlockPool:
         for chunk, end in chunks:
             if end > start:
                 del self._block_of[chunk]
-                self.experts.pop(chunk, None)
         if remaining := [(chunk, end) for chunk, end in chunks if end <= start]:
             self._chunks[block] = remaining
         self.hashed_positions[block] = max((end for _, end in remaining), default=0)
+        if not remaining:
+            self.experts.pop(block, None)
+        elif block in self.experts:
+            self.experts[block] = self.experts[block][: self.hashed_positions[block]]
 
     def forget_all(self) -> None:
         """Remove all chunks."""
@@ -149,6 +152,7 @@ class BlockPool:
             self.forget(block)
         self._unhashed += self._reusable
         self._reusable.clear()
+        self.experts.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,10 +232,11 @@ class BlockManager:
         """
         shared_blocks, partial = self._find_blocks(hashes)
         positions, recorded = len(shared_blocks) * self.block_size, self.pool.experts
+        experts = [recorded[block] for block in shared_blocks] if recorded else []
         if partial is not None:
             positions += partial[1] * self.chunk_size
-        reused = hashes[: positions // self.chunk_size] if recorded else ()
-        experts = [recorded[chunk] for chunk in reused]
+            if recorded:
+                experts.append(recorded[partial[0]][: partial[1] * self.chunk_size])
         blocks = self.pool.share(shared_blocks)
         try:
             blocks += self._allocate(self.num_blocks_for(length) - len(blocks))
@@ -249,11 +254,18 @@ class BlockManager:
 
         `experts` [positions, B * K]: of all its positions, if recorded.
         """
-        size, per_block = self.chunk_size, self.block_size // self.chunk_size
+        per_block, pool = self.block_size // self.chunk_size, self.pool
         for i, chunk in enumerate(hashes):
-            self.pool.add_chunk(chunk, block_table[i // per_block], (i % per_block + 1) * size)
-            if experts is not None and chunk not in self.pool.experts:
-                self.pool.experts[chunk] = experts[i * size : (i + 1) * size].copy()
+            pool.add_chunk(
+                chunk, block_table[i // per_block], (i % per_block + 1) * self.chunk_size
+            )
+        if experts is None:
+            return
+        for i, block in enumerate(block_table):
+            hashed = pool.hashed_positions[block]
+            if hashed > len(pool.experts.get(block, ())):
+                start = i * self.block_size
+                pool.experts[block] = experts[start : start + hashed].copy()
 
     def _allocate(self, count: int) -> list[int]:
         """Take `count` blocks. Raises OutOfBlocks, without taking any, if fewer are free."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rl.errors import UserError
 from rl.layers import ExpertLayout
 from rl.types import SampledSequence
 
@@ -46,6 +47,8 @@ def check_form(url: str, text: str) -> Iterator[None]:
     """
     try:
         yield
+    except UserError:
+        raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, EOFError) as error:
         raise VllmServerError(url, f"{text} ({type(error).__name__}: {error})") from error
 

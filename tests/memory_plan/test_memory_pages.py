@@ -78,7 +78,7 @@ def test_the_rows_of_a_step_are_those_that_the_engine_lets_in(monkeypatch):
         lengths = {"groups": groups, "group": group, "prompt": prompt, "answer": answer}
         limits = {"kv_cache_tokens": engine.kv_cache_tokens, "max_rows": most, "world": 1}
         assert compute_concurrent_rows(**lengths, **limits, paged=True) == (
-            len(engine._prompts),
+            len(engine._state.prompts),
             len(engine._rows),
         )
         short += len(engine._rows) < min(groups * group, most)
@@ -106,7 +106,7 @@ def test_the_rows_without_pages_are_those_that_the_engine_lets_in():
         prompts, rows = compute_concurrent_rows(
             **lengths, kv_cache_tokens=tokens, max_rows=most, world=1
         )
-        assert (prompts, rows) == (len(engine._prompts), len(engine._rows))
+        assert (prompts, rows) == (len(engine._state.prompts), len(engine._rows))
         partial += rows % group != 0 and rows < most
     assert partial > 10  # bounded by tokens, in the middle of a group
 

@@ -131,6 +131,27 @@ def test_a_paged_cache_records_the_same_of_preempted_rows_as_well(kind, pages, m
     assert bool(engines[0].preemptions) == (pages == 12)
 
 
+@pytest.mark.parametrize("blocks", [4, 5, 7])
+def test_a_prompt_keeps_its_experts_after_the_block_of_another_with_the_same_beginning_is_evicted(
+    blocks,
+):
+    model = model_of()
+    engine = paged_engine(
+        make_decoder(model), (), page=64, kv_cache_tokens=64 * blocks, record_experts=True
+    )
+
+    def make_prompt(number, length):
+        return [(number * 7 + i * 13 + number * i * i) % VOCAB for i in range(length)]
+
+    first = make_prompt(1, 65)
+    second = first[:32] + make_prompt(2, 33)  # its block begins as the block of `first` does
+    others = [make_prompt(number, 65) for number in range(3, 3 + 2 * blocks)]
+    for prompt in [first, *(prompt for other in others for prompt in (second, other))]:
+        (response,) = run_requests(engine, [make_request(prompt, max_tokens=2)])
+        check_record(model, prompt, response.sequences[0])
+    assert engine.counters.prefix_cached_tokens
+
+
 @pytest.mark.parametrize("kind", [Engine, paged_engine])
 def test_a_conversation_keeps_the_experts_of_its_earlier_turns(kind):
     model = model_of()
