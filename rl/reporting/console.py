@@ -88,20 +88,20 @@ def format_score(value: float) -> str:
     return f"{value + 0.0:.3f}"  # + 0.0: not -0.000
 
 
-_FORMAT_KL = "{:.1e}".format
+_format_kl = "{:.1e}".format
 # Metrics of a step's line: label, names of the metric (the first name that occurs), format. A line
 # that is too long for the terminal loses its last metrics.
 _HEADLINES: tuple[tuple[str, tuple[str, ...], Callable[[float], str]], ...] = (
     ("loss", LOSS, format_score),
     ("reward", REWARD, format_score),
     ("policy loss", ("optim/policy_loss",), format_score),  # loss on stored answers
-    ("KL to teacher", TEACHER_KL, _FORMAT_KL),
+    ("KL to teacher", TEACHER_KL, _format_kl),
     ("length", ("env/all/ac_tokens_per_turn",), format_count),  # tokens of an answer
     ("cut off", ("env/all/frac_truncated",), "{:.0%}".format),
     ("mixed groups", (_MIXED_GROUPS,), "{:.0%}".format),  # groups with unequal rewards
-    ("KL to reference", ("optim/kl_ref_k3",), _FORMAT_KL),  # if the run has a reference model
-    ("KL sampler-learner", (_SAMPLER_CHECK,), _FORMAT_KL),
-    ("KL to behaviour", ("optim/kl_behaviour_v1",), _FORMAT_KL),
+    ("KL to reference", ("optim/kl_ref_k3",), _format_kl),  # if the run has a reference model
+    ("KL sampler-learner", (_SAMPLER_CHECK,), _format_kl),
+    ("KL to behaviour", ("optim/kl_behaviour_v1",), _format_kl),
 )
 
 

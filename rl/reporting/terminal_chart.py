@@ -34,8 +34,8 @@ class TerminalChart:
     """Draw lines over steps, as wide as the console allows and `height` rows high.
 
     A column that has several points shows their mean. The title is followed by the last value of
-    each line. `bands`: first and last steps that are marked
-    on the axis. `log`: draw log10 of positive values. `from_zero`: the axis includes 0.
+    each line. `bands`: first and last steps that are marked on the axis. `log`: draw log10 of
+    positive values. `from_zero`: the axis includes 0.
     """
 
     title: str

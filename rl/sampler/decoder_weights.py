@@ -274,9 +274,9 @@ class WeightsBuilder:
     ) -> None:
         """Add linear layers that read the same input, fused, under the names of a `Projection`.
 
-        `is_tied`: another buffer holds the weight. The tensor-parallel group shards the outputs of
-        the layers, or with `shard_inputs` their inputs; each rank then computes its term of a sum.
-        Raises `UnsupportedModel` if only some of the layers have a bias.
+        `is_tied`: the buffer `embed` holds the weight. The tensor-parallel group shards the outputs
+        of the layers, or with `shard_inputs` their inputs; each rank then computes its term of a
+        sum. Raises `UnsupportedModel` if only some of the layers have a bias.
         """
         layers = [unwrap_lora_layer(module) for module in modules]
         # of what is sharded by outputs and of what is sharded by inputs

@@ -247,8 +247,7 @@ class EqualLengthState(HFState):
     """Store batches of rows of equal length in the model's native cache.
 
     The target of a prompt is the cache of its prefill batch, which rows copy, and its index in that
-    batch. A group consists of the rows that were added together from the same prefill
-    batch.
+    batch. A group consists of the rows that were added together from the same prefill batch.
     """
 
     def __init__(self, decoder: HFForward):

@@ -28,7 +28,7 @@ _HALF = np.uint64(32)
 _ROUNDS = 10
 _MASK64 = (1 << 64) - 1
 _UNIFORMS_AHEAD = 16
-_NEWEST = np.iinfo(np.int64).min  # in place of the version of tokens of the newest weights
+_NEWEST = np.iinfo(np.int64).min  # version of tokens of the newest weights, until they change
 # a column for each parameter that is a number or a flag, by name
 _PARAM_COLUMNS: dict[str, Any] = {
     parameter.name: type(parameter.default)
