@@ -349,6 +349,9 @@ class ProcessChannel:
             self._channel.shutdown(socket.SHUT_RDWR)
 
 
+CLOSE_SECONDS = 30.0  # time limit of an environment's `close`: nothing waits for it
+
+
 class SubprocessRunner:
     """Run an episode in a separate process. See `InProcessRunner`. `fork`: function that forks the
     process.
@@ -369,11 +372,15 @@ class SubprocessRunner:
         return self._channel.ask(self.label, "answer", message=dict(message))
 
     def close(self) -> None:
-        """Close the environment, then kill the process."""
+        """Close the environment within `CLOSE_SECONDS`, then kill the process."""
         if self._channel is not None:
+            timer = threading.Timer(CLOSE_SECONDS, self._channel.end)
+            timer.daemon = True
+            timer.start()
             try:
                 self._channel.ask(self.label, "close")
             finally:
+                timer.cancel()
                 self._channel.end()
 
     def kill(self) -> None:

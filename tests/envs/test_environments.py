@@ -857,6 +857,18 @@ def test_what_breaks_costs_its_own_episode(play, bad_file, bad_process, isolatio
     assert time.monotonic() - begin < 60
 
 
+def test_a_close_that_hangs_leaves_no_process(play, bad_process, monkeypatch):
+    monkeypatch.setattr("rl.envs.fork_server.CLOSE_SECONDS", 0.5)
+    assert not play(bad_process, lambda *_: "a", rows=[{"how": "", "when": ""}]).errors
+    others = set(find_descendants(os.getpid()))
+    rows = [{"how": "hang", "when": "close"}] * 3
+    assert not play(bad_process, lambda *_: "a", members=2, rows=rows).errors
+    deadline = time.monotonic() + 20
+    while set(find_descendants(os.getpid())) - others and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not set(find_descendants(os.getpid())) - others
+
+
 def test_a_tool_that_dies_costs_its_call(play, bad_process):
     """A plain function runs in a separate process there, and its printed output is discarded."""
     text, rows = call("dies") + call("prints") + call("dies"), [{"how": "", "when": ""}]
