@@ -130,8 +130,7 @@ def run_calls(answer: Message, tools: Mapping[str, Tool], *, forks: bool = False
     Each call has a thread, which is abandoned if it exceeds its time limit. `forks`: a plain
     function runs in a separate process, which is killed at the time limit and may crash. A method
     and an inner function with captured variables may change the episode's objects: they run in the
-    thread.
-    Calls beyond `MAX_CALLS` in an answer are not run.
+    thread. Calls beyond `MAX_CALLS` in an answer are not run.
     """
     calls = [
         ToolCall(call["function"]["name"], call["function"]["arguments"])
@@ -209,7 +208,7 @@ def _start_call(call: ToolCall, tools: Mapping[str, Tool], forks: bool) -> EnvCa
 
 
 def _may_change_objects(function: Callable[..., Any]) -> bool:
-    """Return whether a call may change objects of the episode: a separate process would not."""
+    """Return whether a call may change the episode, which a separate process would undo."""
     if not inspect.isfunction(function):
         return True
     # a decorated function of a module has captured variables too, but none of the episode
