@@ -248,24 +248,29 @@ def test_where_there_is_no_room_the_program_is_told_and_scored(play, tokenizer, 
     assert group.get_total_rewards() == [float(len(trajectory.transitions))]
 
 
-def test_an_overflow_refuses_the_concurrent_requests_too(play):
-    asking = """
-        import threading
-        codes = []
-        def enquire(text):
-            codes.append(ask([user(text)])[1].get("error", {}).get("code"))
-        threads = [threading.Thread(target=enquire, args=("0" * n,)) for n in (10, 60, 60)]
+def test_an_overflow_refuses_the_concurrent_requests_too(play, tmp_path):
+    sampling = tmp_path / "sampling"
+    asking = f"""
+        import pathlib, threading
+        codes = {{}}
+        def enquire(name, text):
+            codes[name] = ask([user(text)])[1].get("error", {{}}).get("code")
+        lengths = {{"first": 10, "second": 60, "third": 60}}
+        threads = [threading.Thread(target=enquire, args=(k, "0" * n)) for k, n in lengths.items()]
         threads[0].start()
-        time.sleep(0.5)
+        while not pathlib.Path({str(sampling)!r}).exists():
+            time.sleep(0.01)
         for thread in threads[1:]:
             thread.start()
         for thread in threads:
             thread.join()
-        assert codes == [None] + 2 * ["context_length_exceeded"], codes
+        full = "context_length_exceeded"
+        assert codes == {{"first": None, "second": full, "third": full}}, codes
         score(2.0)
     """
 
     def say(*_):
+        sampling.touch()
         (episode,) = get_live_endpoint().episodes.running.values()
         while episode.request_count < 3:  # until all three requests wait
             time.sleep(0.01)
