@@ -5,6 +5,7 @@ gradient are torch custom ops.
 """
 
 from kernels.attention_inputs import UNBOUNDED, AttentionBounds, SharedPages
+from kernels.device_checks import check_kernels_agree
 from kernels.linear_logprob import linear_logprob
 from kernels.paged_attention import compute_paged_attention
 from kernels.policy_loss import policy_loss
@@ -17,6 +18,7 @@ __all__ = [
     "UNBOUNDED",
     "AttentionBounds",
     "SharedPages",
+    "check_kernels_agree",
     "compute_paged_attention",
     "sample_tokens",
     "estimate_workspace_bytes",

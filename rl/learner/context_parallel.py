@@ -19,6 +19,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 from rl.distributed import collectives
 from rl.errors import UserError
 from rl.layers import ModelLayers, get_config_number
+from rl.learner.varlen_attention import replace_attention
 from rl.sampler import find_rope_switch
 
 
@@ -153,31 +155,20 @@ class ContextParallel:
         """Return the output [T, ...] of all tokens from this rank's [S, ...]; None stays None."""
         return None if x is None else _Gather.apply(x, self)[shard.order]
 
-    @contextlib.contextmanager
-    def split_attention(self, model: Any, shard: SequenceShard) -> Iterator[None]:
-        """Run attention on all positions of this rank's heads, in forwards and backwards (gradient
-        checkpointing computes attention again).
-
-        The functions that transformers looks up by name are replaced: that of attention, and that
-        of masks, whose lengths become those of all positions.
+    def split_attention(self, model: Any, shard: SequenceShard) -> AbstractContextManager[None]:
+        """Return a context that runs attention on all positions of this rank's heads, in forwards
+        and backwards. The lengths of masks become those of all positions.
         """
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         name = model.config._attn_implementation
-        functions: Any = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
         attend, make_mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS[name]
-        replacements = (
+        return replace_attention(
+            model,
             lambda *args, **kwargs: self._attend(attend, shard, *args, **kwargs),
             lambda *args, **kwargs: _make_full_mask(make_mask, shard, **kwargs),
         )
-        for table, function in zip(functions, replacements, strict=True):
-            table[name] = function
-        try:
-            yield
-        finally:
-            for table in functions:
-                del table[name]
 
     def _attend(
         self,

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl.distributed import collectives
 from rl.layers import describe_layers, shrink_window, truncated_layers
 from rl.learner.packing import PackedBatch, collate, make_units
+from rl.learner.varlen_attention import use_varlen_attention
 from rl.models import (
     get_vocab_size,
     seeded_torch,
@@ -121,14 +122,15 @@ class ProbeError(Exception):
 
 
 def find_layout_faults(
-    model: Any, layouts: Sequence[str], *, training: bool = False
+    model: Any, layouts: Sequence[str], *, training: bool = False, varlen: bool = False
 ) -> dict[str, str]:
     """Return the reason that a layout is not exact, by layout; an exact layout is not listed.
 
     "padded" means the plain model in a plain batch. The probe runs under the ambient autocast, and
     first without it if the weights are float32, which shows faults best. `training`: probe the
-    model's training mode as well, under the name "training". Generators, buffers and the mode of
-    every module are restored afterwards.
+    model's training mode as well, under the name "training". `varlen`: attention takes the lengths
+    of sequences (rl.learner.varlen_attention). Generators, buffers and the mode of every module are
+    restored afterwards.
     """
     device = next(model.parameters()).device
     under_autocast = torch.is_autocast_enabled(device.type)
@@ -139,24 +141,31 @@ def find_layout_faults(
         )
         if sharply:
             with torch.autocast(device.type, enabled=False):
-                faults = _LayoutProbe(model, FP32_TOLERANCES).run(layouts, training)
+                faults = _LayoutProbe(model, FP32_TOLERANCES, varlen).run(layouts, training)
         if under_autocast or not sharply:
             remaining = [layout for layout in layouts if layout not in faults]
-            faults |= _LayoutProbe(model, BF16_TOLERANCES, is_retry=sharply).run(
+            faults |= _LayoutProbe(model, BF16_TOLERANCES, varlen, is_retry=sharply).run(
                 remaining, training and "training" not in faults
             )
     return faults
 
 
 def find_layout_faults_on_all_ranks(
-    model: Any | None, layouts: Sequence[str], *, training: bool, device: torch.device
+    model: Any | None,
+    layouts: Sequence[str],
+    *,
+    training: bool,
+    device: torch.device,
+    varlen: bool = False,
 ) -> dict[str, str]:
     """Return `find_layout_faults` combined over all ranks.
 
     A fault on any rank holds for all ranks; otherwise they would choose different layouts. `model`:
     None on a rank that does not probe.
     """
-    mine = {} if model is None else find_layout_faults(model, layouts, training=training)
+    mine = {}
+    if model is not None:
+        mine = find_layout_faults(model, layouts, training=training, varlen=varlen)
     names = [*layouts, "training"]
     fault_counts = torch.tensor([float(name in mine) for name in names], device=device)
     collectives.all_sum_([fault_counts])
@@ -207,17 +216,15 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
 class _LayoutProbe:
     """Probe a model at one precision.
 
-    `tolerances`: the largest differences, see FP32_TOLERANCES. `is_retry`: a more precise probe ran
-    before.
+    `tolerances`: the largest differences, see FP32_TOLERANCES. `varlen`: see `find_layout_faults`.
+    `is_retry`: a more precise probe ran before.
     """
 
-    def __init__(self, model: Any, tolerances: tuple[float, float], is_retry: bool = False):
-        self.model, self.inner, self.tolerances, self.is_retry = (
-            model,
-            unwrap_model(model),
-            tolerances,
-            is_retry,
-        )
+    def __init__(
+        self, model: Any, tolerances: tuple[float, float], varlen: bool, is_retry: bool = False
+    ):
+        self.model, self.inner = model, unwrap_model(model)
+        self.tolerances, self.varlen, self.is_retry = tolerances, varlen, is_retry
         self.vocabulary = get_vocab_size(self.inner)
         self.device = next(self.model.parameters()).device
         self.layers = describe_layers(self.model)
@@ -387,7 +394,8 @@ class _LayoutProbe:
     ) -> PackedBatch:
         """Return the sequences (or those in `indices`) as a batch in a layout."""
         datums = sequences.datums if indices is None else [sequences.datums[i] for i in indices]
-        return collate(datums, make_units(datums, layout, 10**9), layout, self.device)
+        units = make_units(datums, layout, 10**9)
+        return collate(datums, units, layout, self.device, varlen=self.varlen)
 
     def _run_separately(self, sequences: ProbeSequences) -> ProbeOutputs:
         """Run each sequence in a separate forward."""
@@ -409,6 +417,7 @@ class _LayoutProbe:
         try:
             with (
                 torch.set_grad_enabled(probed is not None),
+                use_varlen_attention(self.model, batch.bounds),
                 self._record_states(batch.input_ids.shape, probed is not None) as (leaves, states),
             ):
                 logits = self.model(**inputs, use_cache=False).logits

@@ -48,6 +48,7 @@ from rl.learner.microbatches import (
 from rl.learner.packing import PackedBatch
 from rl.learner.router_aux_loss import RouterAuxLoss
 from rl.learner.sampling_record import SamplingRecord
+from rl.learner.varlen_attention import supports_varlen_attention, use_varlen_attention
 from rl.losses import LossSpec
 from rl.models import (
     LoadedModel,
@@ -73,7 +74,8 @@ class LearnerSettings:
     rl.learner.adamw. router_replay: tokens with recorded experts in their datum are routed to those
     experts. router_aux_loss_coef: see rl.learner.router_aux_loss. context_parallel_size: number of
     ranks that share a micro-batch (rl.learner.context_parallel). expert_parallel_size: number of
-    ranks that divide the experts (rl.learner.expert_parallel).
+    ranks that divide the experts (rl.learner.expert_parallel). varlen: whether attention takes the
+    lengths of sequences (rl.learner.varlen_attention); None: where torch's kernel computes it.
     """
 
     token_budget: int = 16384
@@ -87,6 +89,7 @@ class LearnerSettings:
     kept_bytes: int | None = None
     context_parallel_size: int = 1
     expert_parallel_size: int = 1
+    varlen: bool | None = None
 
     def __post_init__(self) -> None:
         if self.offload_activations and not self.gradient_checkpointing:
@@ -188,6 +191,7 @@ class Learner:
             self.length_switch,
             self.reader is not None,
             group,
+            self.varlen,
         )
         kept_bytes, kind = settings.kept_bytes, settings.optimizer
         self.head.kept_bytes = choose_kept_bytes(
@@ -270,7 +274,8 @@ class Learner:
         """Find the exact layouts by probing `model` (rl.learner.layout_probe).
 
         `model` is None on a rank that does not probe. Raises UserError if the requested layout is
-        not exact, or if context parallelism is not.
+        not exact, or if context parallelism is not. A layout that is not exact with varlen
+        attention is probed again with a mask.
         """
         requested, training = self.settings.layout, self.settings.gradient_checkpointing
         candidates = [
@@ -281,9 +286,18 @@ class Learner:
             if self.uses_flash_attention
             else "shared",
         ]
-        faults = find_layout_faults_on_all_ranks(
-            model, sorted(set(candidates)), training=training, device=self.accelerator.device
-        )
+        self.varlen = self._supports_varlen()
+        while True:
+            faults = find_layout_faults_on_all_ranks(
+                model,
+                sorted(set(candidates)),
+                training=training,
+                device=self.accelerator.device,
+                varlen=self.varlen,
+            )
+            if not self.varlen or candidates[1] not in faults or "padded" in faults:
+                break
+            self.varlen = False
         kind = type(unwrap_model(self.model)).__name__
         if "padded" in faults:
             raise UserError(
@@ -307,6 +321,21 @@ class Learner:
         self.layouts = set(candidates) - faults.keys()
         if self.context_parallel is not None:
             check_on_all_ranks(model, self.context_parallel, self.layouts, self.loaded.name)
+
+    def _supports_varlen(self) -> bool:
+        """Return whether attention may take the lengths of sequences: the same on all ranks."""
+        if self.context_parallel is not None or self.settings.varlen is not None:
+            return self.context_parallel is None and bool(self.settings.varlen)
+        device = self.accelerator.device
+        if device.type != "cuda":
+            return False
+        parameters_dtype = next(self.model.parameters()).dtype
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else parameters_dtype
+        supported = supports_varlen_attention(self.model, device, dtype)
+        failures = torch.tensor([float(not supported)], device=device)
+        collectives.all_sum_([failures])
+        return not float(failures)
 
     # ---------------------------------------------------------------------------- forward, backward
 
@@ -418,6 +447,7 @@ class Learner:
             self.backend.micro_batch(),
             replaying as replay,
             self._split_attention(batch),
+            use_varlen_attention(self.model, batch.bounds),
         ):
             with record_function("whetstone/forward"):
                 value, token_outputs, metrics = self._forward(

@@ -56,7 +56,8 @@ class MicroBatchPlanner:
     `token_budget`: positions in a micro-batch. `requested_layout`: the requested layout.
     `exact_layouts`: the exact layouts. `hidden_size`: the model's hidden size. `rope_switch`: set
     if the model's rotary frequencies change with a row's length. `reads_images`: whether the model
-    reads images. `sharing`: the consecutive ranks that share this rank's micro-batches.
+    reads images. `sharing`: the consecutive ranks that share this rank's micro-batches. `varlen`:
+    attention takes the lengths of sequences (rl.learner.varlen_attention).
     """
 
     token_budget: int
@@ -67,6 +68,7 @@ class MicroBatchPlanner:
     rope_switch: Any
     reads_images: bool
     sharing: collectives.RankGroup | None
+    varlen: bool
 
     @property
     def group_size(self) -> int:
@@ -141,11 +143,12 @@ class MicroBatchPlanner:
             same = [datums[i] for i in members]
             layout = "padded" if sees or two_forwards else self._choose_layout(same)
             together = make_blocks(same, layout, self.token_budget, group)
-            costs = [block_cost(same, block, layout) for block in together]
+            arrangement = "packed" if self.varlen and layout == "shared" else layout
+            costs = [block_cost(same, block, arrangement) for block in together]
             share = self.token_budget
             if world > 1:  # at least as many micro-batches as ranks
                 share = max(1, min(self.token_budget, -(-sum(costs) // world)))
-            for chunk in plan_micro_batches(costs, share, layout):
+            for chunk in plan_micro_batches(costs, share, arrangement):
                 units = [[members[i] for i in unit] for j in chunk for unit in together[j]]
                 dealt[sees, two_forwards].append(MicroBatchPlan(layout, units, kind[0]))
         return [
@@ -175,6 +178,8 @@ class MicroBatchPlanner:
             return "packed"
         if "shared" not in self.exact_layouts:
             return "padded"
+        if self.varlen:
+            return "shared"  # computes no position twice, and no padding
         return choose_layout(datums, self.token_budget, self.hidden_size)
 
     def make_micro_batches(self, share: RankBatch) -> Iterator[PackedBatch]:
@@ -186,7 +191,9 @@ class MicroBatchPlanner:
         datums = share.datums
         for plan in share.micro_batches:
             with record_function("whetstone/collate"):
-                batch = collate(datums, plan.units, plan.layout, self.device, self.sharing)
+                batch = collate(
+                    datums, plan.units, plan.layout, self.device, self.sharing, varlen=self.varlen
+                )
                 batch.scale, batch.temperature = plan.scale, plan.temperature
                 if self.rope_switch is not None:
                     _split_by_rope_switch(batch, datums, self.rope_switch, self.device)

@@ -11,12 +11,13 @@ support them (see rl.learner.layout_probe):
   "shared"  [rows, longest]. A row is a prompt, then every answer to it; each answer sees the prompt
             and itself. A group's prompt is computed once instead of once per answer. Attention gets
             an explicit mask, so it costs (prompt + all answers)^2. Best if prompts are long
-            compared with answers, or everything is short.
+            compared with answers, or everything is short. With rl.learner.varlen_attention there is
+            no mask, all rows lie one after another in a single row, and this layout is the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from rl.distributed import collectives
 from rl.learner.context_parallel import SequenceShard, make_shard, pad_columns
+from rl.learner.varlen_attention import SequenceBounds, lay_out_row
 from rl.models import make_attention_mask
 from rl.types import Datum, PlacedImage
 
@@ -59,6 +61,7 @@ class PackedBatch:
     sub_batch_order int64 [T] position of each token of this batch in the concatenated tokens of
                     `sub_batches`; None without them
     shard           this rank's columns, with context parallelism; else None
+    bounds          the sequences of a row that attention separates by their lengths; else None
     """
 
     input_ids: Tensor
@@ -76,6 +79,7 @@ class PackedBatch:
     sub_batches: Sequence[PackedBatch] = ()
     sub_batch_order: Tensor | None = None
     shard: SequenceShard | None = None
+    bounds: SequenceBounds | None = None
 
     @property
     def tokens(self) -> int:
@@ -85,7 +89,7 @@ class PackedBatch:
     @property
     def is_packed(self) -> bool:
         """Return whether rows are concatenated sequences, which their positions separate."""
-        return self.position_ids is not None and self.segments is None
+        return self.position_ids is not None and self.segments is None and self.bounds is None
 
     @property
     def attention_mask(self) -> Tensor | None:
@@ -246,9 +250,12 @@ def collate(
     layout: str,
     device: torch.device | str = "cpu",
     group: collectives.RankGroup | None = None,
+    *,
+    varlen: bool = False,
 ) -> PackedBatch:
     """Lay the units of `chunk` (lists of indices into `datums`) out as a micro-batch on `device`.
-    `group`: ranks that share it by its positions.
+    `group`: ranks that share it by its positions. `varlen`: layouts other than padded have a single
+    row and no mask (rl.learner.varlen_attention).
 
     All datums of a chunk have the same fields. Raises ValueError for an unknown layout, and for
     images in a layout other than padded.
@@ -267,8 +274,14 @@ def collate(
         raise ValueError(f"sequences with images need the layout padded, got {layout}")
     lengths = [len(token_ids) for token_ids in tokens]
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
-    lay_out = {"packed": _packed, "padded": _padded, "shared": _shared}[layout]
-    input_ids, position_ids, segments, token_index = lay_out(tokens, chunk, datums)
+    row = None
+    if varlen and layout != "padded":
+        row = lay_out_row(list(_split_units(tokens, chunk, datums)))
+        arrays: _Layout = row.input_ids, row.position_ids, None, row.token_index
+    else:
+        lay_out = {"packed": _packed, "padded": _padded, "shared": _shared}[layout]
+        arrays = lay_out(tokens, chunk, datums)
+    input_ids, position_ids, segments, token_index = arrays
     inputs = {
         name: copy_to_device(
             np.concatenate([datum.loss_fn_inputs[name].array for datum in selected]), device
@@ -298,7 +311,18 @@ def collate(
         experts=put(_lay_out_experts(selected, input_ids.size, token_index)),
         images=images if has_images else None,
         shard=shard,
+        bounds=None if row is None else row.make_bounds(put),
     )
+
+
+def _split_units(
+    tokens: Sequence[np.ndarray], chunk: Sequence[Sequence[int]], datums: Datums
+) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """Yield each unit as (tokens of its shared prompt, its sequences)."""
+    sequences = iter(tokens)
+    for unit in chunk:
+        prompt = prompt_length(datums[unit[0]]) if len(unit) > 1 else 0
+        yield prompt, [next(sequences) for _ in unit]
 
 
 def copy_to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
@@ -380,14 +404,11 @@ def _shared(
     position_ids = np.zeros_like(input_ids)
     segments = np.full((len(chunk), longest), -1, dtype=np.int32)
     token_index = []
-    sequences = iter(tokens)
-    for row, unit in enumerate(chunk):
-        prompt = prompt_length(datums[unit[0]]) if len(unit) > 1 else 0
+    for row, (prompt, sequences) in enumerate(_split_units(tokens, chunk, datums)):
         at = row * longest  # offset of the row in the flattened arrays
         ids, positions, segment = input_ids[row], position_ids[row], segments[row]
         end = prompt
-        for k, _ in enumerate(unit, start=1):
-            sequence = next(sequences)
+        for k, sequence in enumerate(sequences, start=1):
             if k == 1:
                 ids[:prompt], positions[:prompt], segment[:prompt] = (
                     sequence[:prompt],

@@ -1,0 +1,271 @@
+"""Compute attention over sequences that lie one after another in a row, without a mask or padding.
+
+The layouts "packed" and "shared" need a mask of [T, T] for torch's attention. Flash attention takes
+the lengths of sequences instead, and lets a sequence have more keys than queries. So a prompt with
+several answers is one sequence for the prompt, and one for each answer, whose keys are those of the
+prompt and its own. Keys of a prompt are gathered once for each answer; nothing else is repeated.
+
+Shapes: T positions of a row, N sequences, K keys of all sequences, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels import check_kernels_agree
+from rl.layers import get_config_number
+from rl.models import unwrap_model
+
+
+@dataclass(frozen=True)
+class SequenceBounds:
+    """Describe the sequences of a row. Their queries follow each other and fill the row; the last
+    keys of a sequence are those of its queries.
+
+    query_lengths, key_lengths  tokens of each sequence, in host memory
+    cu_queries, cu_keys         int32 [N + 1]
+    key_index                   int64 [K] position of each key in the row; None: all, in order
+    """
+
+    query_lengths: Sequence[int]
+    key_lengths: Sequence[int]
+    cu_queries: Tensor
+    cu_keys: Tensor
+    key_index: Tensor | None
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Hold a row of sequences as arrays.
+
+    input_ids, position_ids  int64 [1, T]
+    token_index              int64, position of each datum's token in the row; None: in order
+    query_lengths            tokens of each sequence
+    keys                     positions of the keys of each sequence
+    """
+
+    input_ids: np.ndarray
+    position_ids: np.ndarray
+    token_index: np.ndarray | None
+    query_lengths: list[int]
+    keys: list[np.ndarray]
+
+    def make_bounds(self, put: Callable[[np.ndarray], Tensor]) -> SequenceBounds:
+        """Return the bounds. `put`: copies an array to the device."""
+        key_lengths = [len(keys) for keys in self.keys]
+        cu_queries, cu_keys = (
+            put(np.cumsum([0, *lengths]).astype(np.int32))
+            for lengths in (self.query_lengths, key_lengths)
+        )
+        index = None if self.token_index is None else put(np.concatenate(self.keys))
+        return SequenceBounds(self.query_lengths, key_lengths, cu_queries, cu_keys, index)
+
+
+def lay_out_row(units: Sequence[tuple[int, Sequence[np.ndarray]]]) -> RowLayout:
+    """Return a row of `units`: (tokens of the shared prompt, sequences [L] that begin with it).
+
+    A sequence that is only the prompt gets no queries of its own.
+    """
+    ids, positions, query_lengths, keys, token_index = [], [], [], [], []
+    end = 0
+    for prompt, sequences in units:
+        shared = np.arange(end, end + prompt)
+        parts = [(sequences[0][:prompt], 0, shared[:0])] if prompt else []
+        parts += [(sequence[prompt:], prompt, shared) for sequence in sequences]
+        for number, (tokens, first, before) in enumerate(parts):
+            attended = np.concatenate([before, np.arange(end, end + len(tokens))])
+            if len(tokens):
+                ids.append(tokens)
+                positions.append(np.arange(first, first + len(tokens)))
+                query_lengths.append(len(tokens))
+                keys.append(attended)
+            if number or not prompt:
+                token_index.append(attended)
+            end += len(tokens)
+    has_shared = any(prompt for prompt, _ in units)
+    return RowLayout(
+        np.concatenate(ids)[None],
+        np.concatenate(positions)[None],
+        np.concatenate(token_index) if has_shared else None,
+        query_lengths,
+        keys,
+    )
+
+
+def attend_by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float | None,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    """Compute `attend_by_loop` by torch's flash attention: half precision, on CUDA."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # older versions have no such argument and need none
+    is_known = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    grouping: dict[str, Any] = {"enable_gqa": True} if is_known else {}
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        bounds.cu_queries,
+        bounds.cu_keys,
+        max(bounds.query_lengths),
+        max(bounds.key_lengths),
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **grouping,
+    )
+    assert isinstance(out, Tensor)  # a pair only if the logsumexp is requested
+    return out
+
+
+def attend_by_loop(
+    query: Tensor, key: Tensor, value: Tensor, bounds: SequenceBounds, scale: float | None,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    """Return causal attention's output [T, H, D] of `query` [T, H, D] over `key` and `value`
+    [K, H', D], a call for each sequence. `window`: number of last keys that a query sees, with its
+    own; None: all.
+    """
+    outputs = []
+    columns = (x.transpose(0, 1) for x in (query, key, value))
+    lengths = (bounds.query_lengths, bounds.key_lengths, bounds.key_lengths)
+    parts = (x.split(list(n), dim=1) for x, n in zip(columns, lengths, strict=True))
+    for q, k, v in zip(*parts, strict=True):
+        ahead = k.shape[1] - q.shape[1]
+        sees = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril_(ahead)
+        if window is not None:
+            sees.triu_(ahead - window + 1)
+        attended = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=sees, scale=scale, enable_gqa=True
+        )
+        outputs.append(attended[0])
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+AttendFunction = Callable[
+    [Tensor, Tensor, Tensor, SequenceBounds, float | None, int | None], Tensor
+]
+
+
+@contextlib.contextmanager
+def replace_attention(
+    model: Any, attend: Callable[..., Any], make_mask: Callable[..., Any]
+) -> Iterator[None]:
+    """Replace the functions of attention and of masks that transformers looks up by name.
+
+    The context has to include the backward: gradient checkpointing computes attention again.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = unwrap_model(model).config._attn_implementation
+    tables: Any = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
+    for table, function in zip(tables, (attend, make_mask), strict=True):
+        table[name] = function
+    try:
+        yield
+    finally:
+        for table in tables:
+            del table[name]
+
+
+@contextlib.contextmanager
+def use_varlen_attention(
+    model: Any, bounds: SequenceBounds | None, attend: AttendFunction | None = None
+) -> Iterator[None]:
+    """Let the model attend within the sequences of a row. `bounds`: None changes nothing.
+    `attend`: None chooses the kernel for half precision on CUDA.
+    """
+    if bounds is None:
+        yield
+        return
+
+    def attend_module(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        extra = [kwargs.get(name) for name in ("position_bias", "softcap", "s_aux")]
+        if dropout or not causal or any(x is not None for x in [*extra, attention_mask]):
+            raise ValueError("attention that is not plainly causal needs a mask")
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # attention's own autocast does not cover kernels
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value = (x.to(dtype) for x in (query, key, value))
+        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        if bounds.key_index is not None:
+            key, value = (x[bounds.key_index] for x in (key, value))
+        half = device == "cuda" and query.dtype.itemsize == 2
+        function = attend or (attend_by_kernel if half else attend_by_loop)
+        return function(query, key, value, bounds, scaling, sliding_window)[None], None
+
+    with replace_attention(model, attend_module, lambda **kwargs: None):
+        yield
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Run attention and its gradients on a few sequences, with the kernel or with the loop."""
+
+    heads: int
+    key_heads: int
+    width: int
+
+    def __call__(
+        self, newer: bool, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, ...]:
+        """Return (output and gradients,) as one tensor."""
+        rng = np.random.default_rng(0)
+        units = [(5, [np.arange(n) for n in (200, 6, 5, 77)]), (0, [np.arange(130)])]
+        layout = lay_out_row(units)
+        bounds = layout.make_bounds(lambda array: torch.from_numpy(array).to(device))
+        counts = [layout.input_ids.size, *[sum(bounds.key_lengths)] * 2]
+        heads = (self.heads, self.key_heads, self.key_heads)
+        query, key, value = (
+            torch.from_numpy(rng.standard_normal((n, count, self.width)))
+            .to(device, dtype)
+            .requires_grad_()
+            for n, count in zip(counts, heads, strict=True)
+        )
+        attend = attend_by_kernel if newer else attend_by_loop
+        outputs = []
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            for window in (None, 9):
+                out = attend(query, key, value, bounds, None, window)
+                weights = torch.from_numpy(rng.standard_normal(tuple(out.shape))).to(out)
+                gradients = torch.autograd.grad((out * weights).sum(), (query, key, value))
+                outputs += [out.detach(), *gradients]
+        return (torch.cat([x.flatten().float() for x in outputs]),)
+
+
+def supports_varlen_attention(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch's flash attention computes the model's attention on a device: the model
+    looks attention up, and a trial on the device agrees with a loop over sequences.
+    """
+    config = unwrap_model(model).config
+    if device.type != "cuda" or config._attn_implementation != "sdpa" or dtype.itemsize != 2:
+        return False
+    heads = get_config_number(model, "num_attention_heads", "n_head") or 1
+    key_heads = get_config_number(model, "num_key_value_heads") or heads
+    width = get_config_number(model, "head_dim")
+    if width is None:
+        width = (get_config_number(model, "hidden_size", "n_embd") or heads) // heads
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return check_kernels_agree(_Trial(heads, key_heads, width), index, dtype)
