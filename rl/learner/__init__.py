@@ -14,11 +14,21 @@ from rl.learner.learner import Learner, LearnerSettings
 from rl.learner.learner_checkpoint import ModelSpec, read_learner_state
 from rl.learner.logprob_head import HeadRequest, LogprobHead
 from rl.learner.microbatches import RankBatch
+from rl.learner.varlen_attention import (
+    SequenceBounds,
+    attend_by_kernel,
+    may_use_varlen_attention,
+    use_varlen_attention,
+)
 
 __all__ = [
     "RankBatch",
     "ContextParallel",
+    "SequenceBounds",
     "SequenceShard",
+    "attend_by_kernel",
+    "may_use_varlen_attention",
+    "use_varlen_attention",
     "check_divisible",
     "check_experts",
     "keep_experts_",

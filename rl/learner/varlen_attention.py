@@ -11,6 +11,7 @@ Shapes: T positions of a row, N sequences, K keys of all sequences, H heads, D h
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -255,12 +256,19 @@ class _Trial:
         return (torch.cat([x.flatten().float() for x in outputs]),)
 
 
+def may_use_varlen_attention(model: Any) -> bool:
+    """Return whether torch has the kernel (2.10 or newer) and the model looks attention up."""
+    return (
+        importlib.util.find_spec("torch.nn.attention.varlen") is not None
+        and unwrap_model(model).config._attn_implementation == "sdpa"
+    )
+
+
 def supports_varlen_attention(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's flash attention computes the model's attention on a device: the model
-    looks attention up, and a trial on the device agrees with a loop over sequences.
+    """Return whether torch's kernel computes the model's attention on a device: a trial with the
+    model's heads agrees with a loop over sequences.
     """
-    config = unwrap_model(model).config
-    if device.type != "cuda" or config._attn_implementation != "sdpa" or dtype.itemsize != 2:
+    if device.type != "cuda" or dtype.itemsize != 2 or not may_use_varlen_attention(model):
         return False
     heads = get_config_number(model, "num_attention_heads", "n_head") or 1
     key_heads = get_config_number(model, "num_key_value_heads") or heads

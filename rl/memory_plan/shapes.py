@@ -19,6 +19,7 @@ class ModelShape(ParameterCounts):
     fast             whether the sampler's fast decoder supports the model
     windowed         some layers have windowed attention, or positions cannot be passed,
                      so rows are padded
+    varlen           attention may take the lengths of sequences (rl.learner.varlen_attention)
     caching          number of layers with keys and values (None: all); the other layers of a
                      hybrid model keep a state of constant size
     mlp_divisor      common divisor of the widths of MLPs and experts (0: `mlp`)
@@ -43,6 +44,7 @@ class ModelShape(ParameterCounts):
     max_context: int | None
     fast: bool
     windowed: bool
+    varlen: bool = False
     caching: int | None = None
     mlp_divisor: int = 0
     experts_per_token: int = 0
@@ -79,6 +81,8 @@ class MicroBatch:
 
     `masked`: an explicit attention mask, see packing. `ranks`: number of ranks that share the
     sequences, of which this rank holds `length` positions each (rl.learner.context_parallel).
+    `keys`: number of keys of the sequences of a row (rl.learner.varlen_attention); 0: attention
+    does not take the lengths of sequences.
     """
 
     rows: int
@@ -86,6 +90,7 @@ class MicroBatch:
     tokens: int
     masked: bool = False
     ranks: int = 1
+    keys: int = 0
 
     def divide(self, ranks: int) -> MicroBatch:
         """Return the part of a rank, if `ranks` ranks share the sequences."""
@@ -153,19 +158,23 @@ def largest_micro_batch(
     layout: str,
     world: int,
     hidden: int,
+    varlen: bool = False,
 ) -> MicroBatch:
     """Return a rank's largest micro-batch if all prompts and all answers have the same length.
 
     `groups`: number of groups in an optimizer step. `group`: answers in a group. `prompt`,
     `answer`: lengths in tokens. `budget`: token budget of a micro-batch. `world`: number of ranks.
-    `hidden`: hidden size of the model. The rules are those of rl.learner and rl.learner.packing for
-    the token budget, a rank's share of the positions, and the layout that "auto" selects.
+    `hidden`: hidden size of the model. `varlen`: see rl.learner.varlen_attention. The rules are
+    those of rl.learner and rl.learner.packing for the token budget, a rank's share of the
+    positions, and the layout that "auto" selects.
     """
     length = prompt + answer
     # answers that share a prompt in a row
     together = max(1, min(group, (budget - prompt) // answer))
     row = prompt + together * answer
     rows = groups * -(-group // together)
+    if layout == "auto" and varlen:
+        layout = "shared"
     if layout == "auto":
         shared = rows * row * (1 + row / (6 * hidden))
         layout = (
@@ -177,11 +186,16 @@ def largest_micro_batch(
     if layout == "shared":
         share = min(budget, -(-rows * row // world))
         fit = max(1, min(rows, share // row))
-        return MicroBatch(fit, row, fit * together * length, masked=True)
+        tokens = fit * together * length
+        if varlen:  # a prompt that is not shared has no keys of its own
+            keys = tokens + fit * prompt * (together > 1)
+            return MicroBatch(1, fit * row, tokens, keys=keys)
+        return MicroBatch(fit, row, tokens, masked=True)
     share = min(budget, -(-groups * group * length // world))
     fit = max(1, min(groups * group, share // length))
     if layout == "packed":
-        return MicroBatch(1, fit * length, fit * length, masked=True)
+        keys = fit * length * varlen
+        return MicroBatch(1, fit * length, fit * length, masked=not varlen, keys=keys)
     return MicroBatch(fit, length, fit * length)
 
 

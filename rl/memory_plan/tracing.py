@@ -40,11 +40,15 @@ from rl.learner import (
     ContextParallel,
     HeadRequest,
     LogprobHead,
+    SequenceBounds,
     SequenceShard,
+    attend_by_kernel,
     check_divisible,
     check_experts,
     keep_experts_,
+    may_use_varlen_attention,
     offload_layer_inputs,
+    use_varlen_attention,
 )
 from rl.memory_plan.activations import AllocationRecord, StorageTracker
 from rl.memory_plan.shapes import MicroBatch, MicroBatchMemory, ModelShape
@@ -219,7 +223,7 @@ class ModelSkeleton:
             with _gradients_as_in_training(model, storages, config.keeps_gradients):
                 ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64)
                 inputs: dict[str, Any] = {"input_ids": ids}
-                if batch.masked or batch.ranks > 1:
+                if batch.masked or batch.ranks > 1 or batch.keys:
                     inputs["position_ids"] = torch.zeros_like(ids)
                 if batch.masked:
                     length = batch.length * batch.ranks
@@ -229,7 +233,7 @@ class ModelSkeleton:
                 autocast = torch.autocast("cpu", torch.bfloat16, enabled=config.autocast)
                 # A search in tensors without values would count as found, and build a mask.
                 search = skip_packing_search()
-                with search, _split_attention(modules, batch, ids), storages, autocast:
+                with search, _batch_attention(modules, batch, ids), storages, autocast:
                     logp, *_ = head(model, HeadRequest(at, at, 0.8, False), **inputs)
                     storages.end_forward()
                     logp.sum().backward()
@@ -262,17 +266,21 @@ class _AbsentRanks:
         return torch.empty_like(x)
 
 
-@contextlib.contextmanager
-def _split_attention(model: Any, batch: MicroBatch, ids: Tensor) -> Iterator[None]:
-    """Let the ranks of the batch share attention."""
+def _batch_attention(
+    model: Any, batch: MicroBatch, ids: Tensor
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the ranks of the batch share attention, or in which attention takes
+    the lengths of sequences.
+    """
     if batch.ranks == 1:
-        yield
-        return
+        index = torch.zeros(batch.keys, dtype=torch.int64)
+        ends = torch.zeros(2, dtype=torch.int32)
+        bounds = SequenceBounds([batch.length], [batch.keys], ends, ends, index)
+        return use_varlen_attention(model, bounds if batch.keys else None, attend_by_kernel)
     group: Any = _AbsentRanks(batch.ranks)
     positions = ids.repeat(1, batch.ranks)
     shard = SequenceShard(ids, ids, positions, None, ids, ids, ids)
-    with ContextParallel(group, ids.device).split_attention(model, shard):
-        yield
+    return ContextParallel(group, ids.device).split_attention(model, shard)
 
 
 @functools.cache
@@ -391,6 +399,7 @@ def _make_shape(
         layer=max((sum(p.numel() for p in m.parameters()) for m in layers), default=0),
         caching=described.num_kv_layers if described.kinds else None,
         windowed=described.special_kinds is not None or not described.takes_positions,
+        varlen=may_use_varlen_attention(model),
         mlp_divisor=find_mlp_divisor(unwrap_model(model).config) if fast else 0,
         **routing,
         **numbers,

@@ -359,9 +359,12 @@ def test_a_method_that_samples_no_held_out_answers_holds_no_sampler(method):
 
 
 def test_micro_batches_and_samples_by_hand():
-    def largest(budget: int, layout: str, world: int = 1, prompt: int = 100, answer: int = 28):
+    def largest(budget: int, layout: str, world: int = 1, prompt: int = 100, answer: int = 28,
+                varlen: bool = False):  # fmt: skip
         sizes = {"groups": 4, "group": 8, "prompt": prompt, "answer": answer, "hidden": 64}
-        return largest_micro_batch(**sizes, budget=budget, layout=layout, world=world)
+        return largest_micro_batch(
+            **sizes, budget=budget, layout=layout, world=world, varlen=varlen
+        )
 
     assert largest(1000, "padded") == MicroBatch(7, 128, 7 * 128)
     # A rank's share.
@@ -370,6 +373,11 @@ def test_micro_batches_and_samples_by_hand():
     # The prompt is counted once instead of eight times.
     assert largest(1000, "auto").masked
     assert not largest(4000, "auto", prompt=1, answer=400).masked
+    # One row of three groups; keys of each prompt once, and of all whole answers.
+    row = MicroBatch(1, 3 * (100 + 8 * 28), 3 * 8 * 128, keys=3 * (100 + 8 * 128))
+    assert largest(1000, "auto", varlen=True) == largest(1000, "shared", varlen=True) == row
+    assert largest(1000, "packed", varlen=True) == MicroBatch(1, 7 * 128, 7 * 128, keys=7 * 128)
+    assert largest(128, "auto", varlen=True) == MicroBatch(1, 128, 128, keys=128)
     # A row that exceeds the budget is still trained.
     assert largest(10, "padded") == MicroBatch(1, 128, 128)
     drawn = {"groups": 64, "group": 8, "prompt": 100, "answer": 51, "world": 2}
@@ -405,6 +413,22 @@ def test_the_trace_finds_what_is_known(tmp_path):
     casts = skeleton.measure_micro_batch(batch, ComputeConfig(autocast=True)).casts
     # The layers' matrices; the head's cast is freed by then.
     assert casts == 2 * 2 * (512 * 64 * 4 * 8 + 3 * 512 * 1536)
+
+
+@pytest.mark.parametrize("checkpointing, layers", [(False, 2), (True, 1)])
+def test_the_trace_holds_the_keys_of_sequences_and_no_mask(checkpointing, layers, tmp_path):
+    skeleton = ModelSkeleton(folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path), None, None)
+    assert skeleton.shape.varlen
+    config = ComputeConfig(autocast=True, cuda=True, checkpointing=checkpointing)
+
+    def trace(**fields) -> float:
+        batch = MicroBatch(1, 2048, 4096, **fields)
+        return skeleton.measure_micro_batch(batch, config).activations
+
+    # keys and values of 8 heads of 64 in bf16, of the layers that hold their inputs
+    more = 2048 * 2 * 8 * 64 * 2 * layers
+    assert trace(keys=6144) - trace(keys=4096) == more
+    assert trace(keys=2048) < trace(masked=True)
 
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48}
