@@ -329,9 +329,8 @@ class Learner:
         device = self.accelerator.device
         if device.type != "cuda":
             return False
-        parameters_dtype = next(self.model.parameters()).dtype
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else parameters_dtype
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = dtypes.get(self.accelerator.mixed_precision, next(self.model.parameters()).dtype)
         supported = supports_varlen_attention(self.model, device, dtype)
         failures = torch.tensor([float(not supported)], device=device)
         collectives.all_sum_([failures])
