@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from rl.distributed import Launch, ParameterCounts
 from rl.errors import UserError
+from rl.learner import KEYS_PER_POSITION
 from rl.sampler import BLOCK_SIZE, check_shard_counts, choose_pool_size, max_blocks
 
 
@@ -81,8 +82,8 @@ class MicroBatch:
 
     `masked`: an explicit attention mask, see packing. `ranks`: number of ranks that share the
     sequences, of which this rank holds `length` positions each (rl.learner.context_parallel).
-    `keys`: number of keys of the sequences of a row (rl.learner.varlen_attention); 0: attention
-    does not take the lengths of sequences.
+    `keys`, `sequences`: numbers of the sequences of a row and of their keys
+    (rl.learner.varlen_attention); 0: attention does not take the lengths of sequences.
     """
 
     rows: int
@@ -91,6 +92,7 @@ class MicroBatch:
     masked: bool = False
     ranks: int = 1
     keys: int = 0
+    sequences: int = 0
 
     def divide(self, ranks: int) -> MicroBatch:
         """Return the part of a rank, if `ranks` ranks share the sequences."""
@@ -171,6 +173,8 @@ def largest_micro_batch(
     length = prompt + answer
     # answers that share a prompt in a row
     together = max(1, min(group, (budget - prompt) // answer))
+    if varlen:
+        together = max(1, min(together, (KEYS_PER_POSITION * budget - prompt) // length))
     row = prompt + together * answer
     rows = groups * -(-group // together)
     if layout == "auto" and varlen:
@@ -184,18 +188,23 @@ def largest_micro_batch(
             else "padded"
         )
     if layout == "shared":
-        share = min(budget, -(-rows * row // world))
-        fit = max(1, min(rows, share // row))
+        is_shared = together > 1  # otherwise the prompt is no sequence of its own
+        keys = together * length + prompt * is_shared
+        cost = max(row, -(-keys // KEYS_PER_POSITION)) if varlen else row
+        share = min(budget, -(-rows * cost // world))
+        fit = max(1, min(rows, share // cost))
         tokens = fit * together * length
-        if varlen:  # a prompt that is not shared has no keys of its own
-            keys = tokens + fit * prompt * (together > 1)
-            return MicroBatch(1, fit * row, tokens, keys=keys)
+        if varlen:
+            sequences = fit * (together + is_shared)
+            return MicroBatch(1, fit * row, tokens, keys=fit * keys, sequences=sequences)
         return MicroBatch(fit, row, tokens, masked=True)
     share = min(budget, -(-groups * group * length // world))
     fit = max(1, min(groups * group, share // length))
     if layout == "packed":
-        keys = fit * length * varlen
-        return MicroBatch(1, fit * length, fit * length, masked=not varlen, keys=keys)
+        tokens = fit * length
+        if varlen:
+            return MicroBatch(1, tokens, tokens, keys=tokens, sequences=fit)
+        return MicroBatch(1, tokens, tokens, masked=True)
     return MicroBatch(fit, length, fit * length)
 
 

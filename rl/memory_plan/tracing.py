@@ -42,13 +42,13 @@ from rl.learner import (
     LogprobHead,
     SequenceBounds,
     SequenceShard,
+    VarlenAttention,
     attend_by_kernel,
     check_divisible,
     check_experts,
     keep_experts_,
-    may_use_varlen_attention,
     offload_layer_inputs,
-    use_varlen_attention,
+    supports_varlen_attention,
 )
 from rl.memory_plan.activations import AllocationRecord, StorageTracker
 from rl.memory_plan.shapes import MicroBatch, MicroBatchMemory, ModelShape
@@ -175,11 +175,15 @@ class ModelSkeleton:
 
     def measure_micro_batch(self, batch: MicroBatch, config: ComputeConfig) -> MicroBatchMemory:
         """Return what a micro-batch holds at the peak of its forward and backward. Raises UserError
-        for a model whose forward depends on tensor values.
+        for a model whose forward depends on tensor values. Attention that cannot take the lengths
+        of sequences is traced with a mask.
         """
         try:
             record, inside_op = self._trace(batch, config)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if batch.keys:
+                masked = dataclasses.replace(batch, masked=True, keys=0, sequences=0)
+                return self.measure_micro_batch(masked, config)
             first = str(error).strip().partition("\n")[0]
             raise UserError(
                 f"the memory of a micro-batch of {self.shape.name} cannot be computed without "
@@ -194,7 +198,8 @@ class ModelSkeleton:
         else:  # its layers do not run one by one
             whole = ModelSkeleton(*self._arguments, all_layers=True)
             return whole.measure_micro_batch(batch, config)
-        return dataclasses.replace(peak, logits=peak.logits + inside_op)
+        activations = peak.activations + self._attention_bytes(batch, config)
+        return dataclasses.replace(peak, activations=activations, logits=peak.logits + inside_op)
 
     def _trace(self, batch: MicroBatch, config: ComputeConfig) -> tuple[AllocationRecord, int]:
         """Return (record of the storages, bytes that an op holds inside)."""
@@ -240,6 +245,19 @@ class ModelSkeleton:
             inside_op = self._op_bytes(model, batch, config) if head.fused else 0
         return storages.get_record(), inside_op
 
+    def _attention_bytes(self, batch: MicroBatch, config: ComputeConfig) -> int:
+        """Return the bytes inside the backward of flash attention over the sequences of a row: the
+        gradient of queries in fp32, each sequence rounded up to 128 positions, and that of keys and
+        values for each query head (mha_varlen_bwd of torch).
+        """
+        if not batch.keys:
+            return 0
+        shape = self.shape
+        size = 2 if config.autocast else config.dtype.itemsize
+        queries = 4 * (batch.length + 128 * batch.sequences)
+        keys = 2 * size * batch.keys if shape.heads > shape.key_heads else 0
+        return (queries + keys) * shape.heads * shape.head_width
+
     def _op_bytes(self, model: Any, batch: MicroBatch, config: ComputeConfig) -> int:
         """Return the bytes inside linear_logprob, which the tracker cannot see: hidden states in
         fp32 and blocks of scores, or a slab of their gradient.
@@ -276,7 +294,7 @@ def _batch_attention(
         index = torch.zeros(batch.keys, dtype=torch.int64)
         ends = torch.zeros(2, dtype=torch.int32)
         bounds = SequenceBounds([batch.length], [batch.keys], ends, ends, index)
-        return use_varlen_attention(model, bounds if batch.keys else None, attend_by_kernel)
+        return VarlenAttention(attend_by_kernel).use(model, bounds if batch.keys else None)
     group: Any = _AbsentRanks(batch.ranks)
     positions = ids.repeat(1, batch.ranks)
     shard = SequenceShard(ids, ids, positions, None, ids, ids, ids)
@@ -399,7 +417,7 @@ def _make_shape(
         layer=max((sum(p.numel() for p in m.parameters()) for m in layers), default=0),
         caching=described.num_kv_layers if described.kinds else None,
         windowed=described.special_kinds is not None or not described.takes_positions,
-        varlen=may_use_varlen_attention(model),
+        varlen=supports_varlen_attention(model),
         mlp_divisor=find_mlp_divisor(unwrap_model(model).config) if fast else 0,
         **routing,
         **numbers,

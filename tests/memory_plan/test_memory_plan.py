@@ -374,10 +374,16 @@ def test_micro_batches_and_samples_by_hand():
     assert largest(1000, "auto").masked
     assert not largest(4000, "auto", prompt=1, answer=400).masked
     # One row of three groups; keys of each prompt once, and of all whole answers.
-    row = MicroBatch(1, 3 * (100 + 8 * 28), 3 * 8 * 128, keys=3 * (100 + 8 * 128))
+    keys = 3 * (100 + 8 * 128)
+    row = MicroBatch(1, 3 * (100 + 8 * 28), 3 * 8 * 128, keys=keys, sequences=3 * 9)
     assert largest(1000, "auto", varlen=True) == largest(1000, "shared", varlen=True) == row
-    assert largest(1000, "packed", varlen=True) == MicroBatch(1, 7 * 128, 7 * 128, keys=7 * 128)
-    assert largest(128, "auto", varlen=True) == MicroBatch(1, 128, 128, keys=128)
+    assert largest(1000, "packed", varlen=True) == MicroBatch(
+        1, 7 * 128, 7 * 128, keys=7 * 128, sequences=7
+    )
+    assert largest(128, "auto", varlen=True) == MicroBatch(1, 128, 128, keys=128, sequences=1)
+    # Four keys count as a position: 3 answers of 1 token to a prompt of 1,000, not 20.
+    long = largest(1020, "auto", varlen=True, prompt=1000, answer=1)
+    assert long == MicroBatch(1, 1003, 3003, keys=4003, sequences=4)
     # A row that exceeds the budget is still trained.
     assert largest(10, "padded") == MicroBatch(1, 128, 128)
     drawn = {"groups": 64, "group": 8, "prompt": 100, "answer": 51, "world": 2}
@@ -428,7 +434,8 @@ def test_the_trace_holds_the_keys_of_sequences_and_no_mask(checkpointing, layers
     # keys and values of 8 heads of 64 in bf16, of the layers that hold their inputs
     more = 2048 * 2 * 8 * 64 * 2 * layers
     assert trace(keys=6144) - trace(keys=4096) == more
-    assert trace(keys=2048) < trace(masked=True)
+    # the kernel rounds each sequence up to 128 positions of fp32 gradients
+    assert trace(keys=4096, sequences=3) - trace(keys=4096) == 3 * 128 * 8 * 64 * 4
 
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48}
