@@ -137,7 +137,13 @@ def measure_memory(folder: str, s: dict, out: Path, config: str | None) -> list[
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="reads the peak of a process from /proc"
 )
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[pytest.mark.campaign] * (name in ("full", "lora", "ddp")))
+        for name in CASES
+    ],
+)
 def test_the_plan_is_within_15_percent_of_a_process(case, tmp_path):
     s = {**MODEL, **WORK, **CASES[case]}
     folder = folder_of({name: s[name] for name in MODEL}, tmp_path / "model")
@@ -480,15 +486,17 @@ RUNS = {
 }
 EACH = [
     ("qwen3", None, "plain"),
-    ("qwen3", 2, "autocast"),
     ("qwen3", 2, "checkpointing"),
-    ("qwen3", None, "whole logits"),
-    ("qwen3", 2, "sharded"),
-    ("gemma3_text", 2, "plain"),
     ("gpt2", None, "autocast"),
     ("bloom", 2, "checkpointing"),
     ("deepseek_v3", None, "sharded"),
     ("falcon_h1", None, "plain"),
+]
+MORE = [
+    ("qwen3", 2, "autocast"),
+    ("qwen3", None, "whole logits"),
+    ("qwen3", 2, "sharded"),
+    ("gemma3_text", 2, "plain"),
 ]
 
 
@@ -497,7 +505,8 @@ EACH = [
     [
         pytest.param(*item, marks=() if item[0] in ("gpt2", "bloom") else pytest.mark.slow)
         for item in EACH
-    ],
+    ]
+    + [pytest.param(*item, marks=pytest.mark.campaign) for item in MORE],
 )
 def test_a_deep_model_is_worked_out_from_short_ones(kind, rank, run, tmp_path):
     """The result equals the bytes of the full depth, wherever the peak is: with few tokens (at the
