@@ -37,17 +37,20 @@ from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+
 from bench.harness import (  # noqa: E402
     RESULTS,
     JsonProcess,
     command_line,
     describe_machine,
+    evaluate_sums,
     make_parser,
     show,
     silence_libraries,
+    taught_model,
     write_table,
 )
-from bench.learning import evaluate_sums, taught_model  # noqa: E402
 
 PROBLEMS, SAMPLES, MAX_TOKENS, LEARNING_RATE = 64, 8, 4, 3e-4
 BLOCK, EVALUATED = 5, (0, 25, 75, 100, 150)

@@ -12,8 +12,10 @@ import os
 import platform
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +24,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 RESULTS = HERE / "results"
 DATA = Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data"))
 SEEDS = (0, 1, 2)
 HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
+REWARD = "test/env/all/reward/total"
 Row = Mapping[str, Any]
 
 
@@ -84,6 +89,11 @@ def read_table(path: Path) -> list[dict[str, Any]]:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file that holds an object of JSON on each line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_table(path: Path, rows: Sequence[Row]) -> None:
@@ -157,8 +167,46 @@ def train(words: Sequence[str], folder: Path, launcher: Sequence[str] = (sys.exe
     """
     command = [*launcher, "train.py", *words, "--output-dir", str(folder), "--overwrite"]
     seconds, cpu = timed_run([*command, "--quiet"])
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return Run([json.loads(line) for line in lines], seconds, cpu)
+    return Run(read_jsonl(folder / "metrics.jsonl"), seconds, cpu)
+
+
+def select_stages(recipe: str, first: int, last: int | None, folder: Path) -> Path:
+    """Write a recipe with only stages[first:last] of a recipe and its shared settings; return its
+    path.
+    """
+    content = yaml.safe_load((REPO / "recipes" / f"{recipe}.yaml").read_text())
+    return write_recipe(folder, {**content, "stages": content["stages"][first:last]})
+
+
+def write_recipe(folder: Path, content: dict[str, Any]) -> Path:
+    path = folder / f"recipe-{len(list(folder.glob('recipe-*')))}.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def taught_model(seed: int, work: Path) -> Path:
+    """Return the weights of the first stage of recipes/addition.yaml, which answers sums, but
+    badly. The model is trained once per seed.
+    """
+    folder = work / f"taught-{seed}"
+    model = folder / "checkpoints" / "sft-final" / "model"
+    if not model.is_dir():
+        train([str(select_stages("addition", 0, 1, work)), "--seed", str(seed)], folder)
+    return model
+
+
+def evaluate_sums(model: Path, samples: int = 1) -> float:
+    """Return the sampled accuracy of weights on 512 held-out sums."""
+    # Evaluate a copy outside the run's folder; otherwise evaluate.py uses the run's environment.
+    with tempfile.TemporaryDirectory() as folder:
+        weights, result = Path(folder, "model"), Path(folder, "result.json")
+        shutil.copytree(model, weights)
+        words = (
+            f"evaluate.py {weights} --dataset addition --reward exact_match --limit 512 --samples "
+            f"{samples} --renderer plain --temperature 1 --max-tokens 4 --output {result}"
+        )
+        timed_run([sys.executable, *words.split()])
+        return float(json.loads(result.read_text())["correct"])
 
 
 def silence_libraries(threads: int) -> None:

@@ -5,7 +5,7 @@
 A machine is a process here that runs its own workers and is connected over loopback, as on another
 host. The reward sleeps, so that the workers share this machine's cores as if they had their own.
 `cpu_us_per_answer` is the CPU time of rank 0, which no machine takes over: it bounds the answers
-per second of a launch, and bench/scaling.py takes it from here.
+per second of a launch, and tools/scaling.py takes it from here.
 """
 
 from __future__ import annotations

@@ -29,20 +29,24 @@ from statistics import mean
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+
 from bench.harness import (  # noqa: E402
     REPO,
     RESULTS,
+    REWARD,
     Row,
     command_line,
     describe_machine,
+    evaluate_sums,
     make_parser,
     read_table,
     replace_rows,
     show,
+    taught_model,
     train,
     write_table,
 )
-from bench.learning import REWARD, evaluate_sums, taught_model  # noqa: E402
 from rl.data.synthetic.addition_dataset import is_test  # noqa: E402
 from rl.envs import Environment, TurnResult  # noqa: E402
 
