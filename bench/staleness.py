@@ -1,14 +1,13 @@
 """Measure what old tokens cost, and what a rank that only samples gains: GRPO on two-digit sums,
 from the model that the first stage of recipes/addition.yaml teaches.
 
-    python bench/staleness.py                          # staleness.csv; keeps existing rows
-    python bench/staleness.py --seeds 0 --staleness 8  # a part of the runs
-    python bench/staleness.py --ranks                  # roles.csv: half an hour on two idle cores
+    python bench/staleness.py            # staleness.csv; keeps existing rows
+    python bench/staleness.py --ranks    # roles.csv: half an hour on two idle cores
 
 staleness.csv: GRPO runs for STEPS steps with `--max-steps-off-policy K`, under each correction. The
-synchronous run, K = 0, uses none. Rewards take no time here, so that nearly every trained token is
-K updates old: the worst case. `after` is the held-out sampled accuracy after the last step; `mean`
-is the mean over all evaluations of the run. The table of docs/corrections.md is printed at the end.
+synchronous run, K = 0, uses none: it is the limit. Rewards take no time here, so that nearly every
+trained token is K updates old: the worst case. `after` is the held-out sampled accuracy after the
+last step. The table of docs/corrections.md is printed at the end.
 
 roles.csv (`--ranks`): samples per second of the synchronous loop on one process, and of a rank that
 samples beside a rank that learns, at most two updates late. Rewards take a log-normal time (mean
@@ -76,18 +75,13 @@ def measure_correction(seed: int, staleness: int, correction: str, work: Path) -
     words = [*(GRPO + SUMS).split(), "--base-model", str(taught_model(seed, work))]
     words += ["--max-steps-off-policy", str(staleness), *CORRECTIONS[correction].split()]
     run = train([*words, "--seed", str(seed)], work / "run")
-    correct, greedy = run.values(REWARD), run.values("test/greedy/all/reward/total")
-    ages = run.values("async/age/mean") if staleness else [0]
+    correct = run.values(REWARD)
     return {
         "seed": seed,
         "staleness": staleness,
         "correction": correction,
         "before": round(correct[0], 4),
         "after": round(correct[-1], 4),
-        "mean": round(mean(correct[1:]), 4),
-        "least": round(min(correct[1:]), 4),
-        "greedy_after": round(greedy[-1], 4),
-        "age_mean": round(mean(ages), 2),
         "seconds": round(run.seconds, 1),
         "machine": describe_machine(),
     }
@@ -168,8 +162,6 @@ def measure_ranks(seed: int, work: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser, names = make_parser(__doc__, seeds=True), list(CORRECTIONS)
-    parser.add_argument("--staleness", nargs="+", type=int, default=list(STALENESS))
-    parser.add_argument("--corrections", nargs="+", choices=names, default=names)
     parser.add_argument("--ranks", action="store_true", help="measure roles.csv instead")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="staleness-") as work:
@@ -180,8 +172,8 @@ def main() -> None:
         table = RESULTS / "staleness.csv"
         measured = {order(row) for row in read_table(table)}
         for seed in args.seeds:
-            for staleness in args.staleness:
-                for name in args.corrections if staleness else ["none"]:
+            for staleness in STALENESS:
+                for name in names if staleness else ["none"]:
                     if (staleness, names.index(name), seed) not in measured:
                         row = measure_correction(seed, staleness, name, Path(work))
                         show(row)
