@@ -154,9 +154,9 @@ def run_whetstone(
         if verb == "optim_step":
             steps.keep_gradients(worker.learners[0].trainable.items())
         result = execute(worker, verb, arguments)
-        if verb == "forward_backward" and arguments[5]:
-            sums, divisor = result[1], arguments[4]
-            steps.losses.append(sums["loss:sum"] / divisor)
+        if verb == "forward_backward" and arguments[4]["backward"]:
+            sums, options = result[1], arguments[4]
+            steps.losses.append(sums["loss:sum"] / options["divisor"])
             clipped = sums["clipped_low:sum"] + sums["clipped_high:sum"]
             steps.outside.append(clipped / sums["active_tokens:sum"])
         return result
