@@ -24,16 +24,9 @@ from typing import Any
 
 # Replace this folder on sys.path: its kernels.py would shadow the package `kernels`.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from bench.harness import (  # noqa: E402
-    REPO,
-    RESULTS,
-    describe_machine,
-    format_command,
-    make_parser,
-    replace_rows,
-)
+from bench import harness  # noqa: E402
 
-PEER_PYTHON = REPO / ".venv-bench" / "bin" / "python"
+PEER_PYTHON = harness.REPO / ".venv-bench" / "bin" / "python"
 PEERS = ("grpo_vs_trl", "grpo_losses_vs_trl")  # parts that need the packages of the extra `bench`
 LOSSES = "tests/losses/test_losses_vs_trl.py"
 LEARNING = "tests/trainer/test_recipes_learn.py"
@@ -61,7 +54,7 @@ def install_peers() -> None:
     """Create .venv-bench, a separate environment: the peers' pins must not touch the project's."""
     if not PEER_PYTHON.exists():
         subprocess.run([sys.executable, "-m", "venv", str(PEER_PYTHON.parent.parent)], check=True)
-    pins = ["-c", str(REPO / "constraints.txt"), "-e", f"{REPO}[bench,dev]"]
+    pins = ["-c", str(harness.REPO / "constraints.txt"), "-e", f"{harness.REPO}[bench,dev]"]
     subprocess.run([str(PEER_PYTHON), "-m", "pip", "install", *pins], check=True)
 
 
@@ -69,20 +62,24 @@ def run_part(name: str) -> dict[str, Any]:
     """Run a part and return its row of campaign.csv."""
     says, words = PARTS[name]
     command = [str(PEER_PYTHON) if name in PEERS else sys.executable, *shlex.split(words)]
-    print(f"\n== {name}: {says}\n   {format_command(command)}", flush=True)
-    start, env = time.perf_counter(), {**os.environ, "WHETSTONE_TABLES": str(RESULTS)}
+    print(f"\n== {name}: {says}\n   {harness.format_command(command)}", flush=True)
+    start, env = time.perf_counter(), {**os.environ, "WHETSTONE_TABLES": str(harness.RESULTS)}
     if "pytest" in command:  # a script sets its own number of threads
         env["OMP_NUM_THREADS"] = "1"
-    code = subprocess.run(command, cwd=REPO, env=env).returncode
+    code = subprocess.run(command, cwd=harness.REPO, env=env).returncode
     seconds = round(time.perf_counter() - start)
     outcome = "done" if code == 0 else f"FAILED with exit code {code}"
     print(f"== {name}: {outcome}, {seconds} s", flush=True)
     row = {"part": name, "exit_code": code, "seconds": seconds, "date": time.strftime("%Y-%m-%d")}
-    return {**row, "machine": describe_machine(), "command": format_command(command)}
+    return {
+        **row,
+        "machine": harness.describe_machine(),
+        "command": harness.format_command(command),
+    }
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--only", action="append", choices=PARTS, help="this part (repeatable)")
     parser.add_argument("--list", action="store_true", help="list the parts, run nothing")
     parser.add_argument("--install", action="store_true", help="first install TRL (2.5 GB)")
@@ -100,7 +97,9 @@ def main() -> int:
         else:
             row = run_part(name)
             failed |= row["exit_code"] != 0
-            replace_rows(RESULTS / "campaign.csv", [row], ("part",), lambda row: row["date"])
+            harness.replace_rows(
+                harness.RESULTS / "campaign.csv", [row], ("part",), lambda row: row["date"]
+            )
     return int(failed)
 
 

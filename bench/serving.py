@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 sys.path.append(f"{sys.path[0]}/tests/serve")
-from bench.harness import REPO, RESULTS, make_parser, replace_rows, show  # noqa: E402
+from bench.harness import REPO, RESULTS, make_model, make_parser, replace_rows, show  # noqa: E402
 
 BASE, TOKENS, COUNT = "tiny:ascii-small", 64, 64
 
@@ -52,20 +53,11 @@ def cpu_seconds(process: int) -> float:
 
 def write_base(folder: Path) -> str:
     """Write a random Llama of 20M weights over characters to a folder."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from rl.models import load_tokenizer
 
     tokenizer = load_tokenizer(BASE)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=448, intermediate_size=1216, num_hidden_layers=8,
-        num_attention_heads=7, num_key_value_heads=7, max_position_embeddings=1024,
-        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    make_model("20M", dtype=torch.float32, vocab_size=len(tokenizer), **ids).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
