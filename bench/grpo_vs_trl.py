@@ -63,8 +63,7 @@ class BlockReporter:
         self.cpu: list[float] = []
         self.weights: dict[int, str] = {}
         self._out = os.fdopen(os.dup(1), "w")
-        # Standard output carries reports to the parent; what libraries print goes to standard
-        # error.
+        # Standard output carries reports to the parent. What libraries print goes to stderr.
         os.dup2(2, 1)
 
     def begin(self) -> None:
@@ -248,7 +247,6 @@ def summarize(peer: str, args: argparse.Namespace, reports: dict[str, Any]) -> d
         "peer": f"trl {trl.__version__}" if peer == "trl" else peer,
         "steps": len(seconds),
         "mean_ms": round(1e3 * mean, 1),
-        "median_ms": round(1e3 * statistics.median(seconds), 1),
         "cpu_mean_ms": round(1e3 * statistics.mean(report["cpu"]), 1),
         "share_of_trl": round(mean / statistics.mean(reports["trl"]["seconds"]), 3),
         **{

@@ -40,9 +40,7 @@ Row = Mapping[str, Any]
 def make_parser(
     text: str | None, seeds: bool = False, output: Path | None = None
 ) -> argparse.ArgumentParser:
-    """Return a parser whose help begins with a script's docstring, as it is laid out. `seeds`: with
-    --seeds; `output`: with --output, the table, which has this default.
-    """
+    """Return a parser whose help is a script's docstring, with --seeds and --output as requested."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=text, formatter_class=layout)
     if seeds:
@@ -53,9 +51,7 @@ def make_parser(
 
 
 def describe_machine() -> str:
-    """Return a description of the machine: the CPU's model name, the cores this process may use,
-    memory, versions of Python and torch.
-    """
+    """Return the CPU's model name, the usable cores, memory, and versions of Python and torch."""
     cpu, memory = platform.processor() or platform.machine(), ""
     if Path("/proc/cpuinfo").is_file():
         name = re.search("^model name.*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)

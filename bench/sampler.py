@@ -153,9 +153,9 @@ def timed(run: Callable[..., int], *arguments: Any) -> Callable[[], tuple[float,
 
 def peers_on_this_side(shape: SamplerWorkload, model: Any, ids: torch.Tensor) -> Peers:
     peers = {"generate": timed(with_generate, model, ids, shape)}
-    for kind in ("hf",) if shape.model in OTHERS else ("hf", "fast"):
-        decoder = make_decoder(model, kind=kind)
-        peers[f"engine, {kind} decoder"] = timed(with_engine, decoder, ids.tolist(), shape)
+    kind = "hf" if shape.model in OTHERS else "fast"
+    decoder = make_decoder(model, kind=kind)
+    peers[f"engine, {kind} decoder"] = timed(with_engine, decoder, ids.tolist(), shape)
     return peers
 
 

@@ -10,9 +10,8 @@ trained token is K updates old: the worst case. `after` is the held-out sampled 
 last step. The table of docs/corrections.md is printed at the end.
 
 roles.csv (`--ranks`): samples per second of the synchronous loop on one process, and of a rank that
-samples beside a rank that learns, at most two updates late. Rewards take a log-normal time (mean
-0.25 s, sigma 1). Both train on the same number of samples. Accuracy is that of 512 held-out sums
-after training; samples per second cover all steps except the first five.
+samples beside a rank that learns, at most two updates late, on the same number of samples. Rewards
+take a log-normal time (mean 0.25 s, sigma 1). The first five steps are not timed.
 """
 
 from __future__ import annotations
