@@ -8,27 +8,13 @@ the plain model does, in each layout, or refuses it by name.
     python bench/architectures.py --only llama gpt_neo
 
 The script writes a row after each architecture. Each architecture runs in a separate process with a
-time limit. Columns:
-    padded packed shared
-                  the learner with that layout, compared with the plain model on a single unpadded
-                  sequence at a time, in float32: "exact" (logprobs within 1e-4 nats, gradient
-                  within 1e-3), "refused: why", or "WRONG: ..."
-    checkpointing the same with gradient checkpointing, padded
-    sampler       samples scored again by the plain model: "exact" (1e-3 nats), "refused: why", or
-                  "WRONG: ...". If layers choose the positions they read by scores, rounding may
-                  change the choice; the cell then counts the tokens that differ, at most a fifth.
-    resume        two steps, a save, and two more steps in a learner made from the saved state:
-                  "exact" if weights and AdamW's state equal, bit for bit, those of four steps in a
-                  single learner
-    reload        the weights as plain transformers reads them (AutoModelForCausalLM): "exact" if its
-                  logits equal those of the learner's model to 1e-5 of the largest (1 at least)
-    adapter       the same for a LoRA on everything after two steps, read by PEFT on the base model
-                  as transformers reads it. In this and the last column, "refused" may mean that
-                  transformers changes the values it reads: the cell names the tensors.
-    rows          layout of the decoder's rows: fast (a hand-written forward), padded, slots, equal,
-                  recompute (see rl/sampler/forward_hf.py)
-    layers        types of its layers (rl/layers)
-    lora_left_out the share of the weights that a LoRA on everything leaves without an adapter
+time limit. docs/architectures.md explains the columns. A verdict is "exact", "refused: why" or
+"WRONG: ...". Layouts are compared with the plain model on a single unpadded sequence at a time, in
+float32: exact is 1e-4 nats for logprobs, 1e-3 for the gradient, 1e-3 nats for samples, and 1e-5 of
+the largest logit (1 at least) for weights that plain transformers or PEFT reads again. If layers
+choose the positions they read by scores, rounding may change the choice; the cell `sampler` then
+counts the tokens that differ, at most a fifth. "refused" under `reload` and `adapter` may mean that
+transformers changes the values it reads: the cell names the tensors.
 Sequences are 12 to 70 tokens long and windows are 40. The exit code is 1 if a row contains WRONG.
 """
 
@@ -72,10 +58,11 @@ from tools.architectures_page import main as write_page  # noqa: E402
 
 TABLE = RESULTS / "architectures.csv"
 COLUMNS = (
-    "architecture class attention parameters padded packed shared checkpointing sampler resume "
+    "architecture class parameters padded packed shared checkpointing sampler resume "
     "reload adapter rows layers lora_left_out seconds"
 ).split()
 LOGPROBS, GRADIENT, SAMPLED, NEAR = 1e-4, 1e-3, 1e-3, 1e-5
+LIMIT = 120.0  # seconds for one architecture
 # Share of the tokens that may differ if a layer chooses the positions it reads by scores: with a
 # tiny vocabulary, some scores are nearly equal.
 CHOSEN_OTHERWISE = 0.2
@@ -130,14 +117,6 @@ def score_tokens(model: Any, ids: list[int], targets: torch.Tensor) -> torch.Ten
     return logits.double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
-def rounding_error(model: Any, datums: list[Datum], logprobs: list[np.ndarray]) -> float:
-    """Return the largest difference, in nats, between the plain model's logprobs in float32 and in
-    float64.
-    """
-    exact, _ = compute_plain(models._disable_randomness(copy.deepcopy(model)).double(), datums)
-    return max(float(np.abs(a - b).max()) for a, b in zip(exact, logprobs, strict=True))
-
-
 def loaded_copy(model: Any, name: str) -> models.LoadedModel:
     plain = models._disable_randomness(copy.deepcopy(model))
     return models.LoadedModel(plain, None, f"tiny {name}", ())
@@ -165,8 +144,6 @@ def judge_architecture(
     off = (square / sum(float(g.square().sum()) for g in gradient.values())) ** 0.5
     if off <= GRADIENT and not missing and worst <= LOGPROBS:
         return "exact"
-    if off <= GRADIENT and not missing and worst <= 4 * rounding_error(model, datums, logprobs):
-        return f"exact ({worst:.1g} nats, as the plain model is from itself in float64)"
     none = f", none for {missing[:2]}" if missing else ""
     return f"WRONG: {worst:.2g} nats, gradient {off:.2g}{none}"
 
@@ -211,8 +188,12 @@ def attempt(work: Callable[[], Any]) -> str:
     try:
         return str(work())
     except Exception as error:  # noqa: BLE001
-        first = (str(error).strip() or "no text").splitlines()[0]
-        return f"refused: {type(error).__name__}: {first[:160]}"
+        return f"refused: {_shorten(error)}"
+
+
+def _shorten(error: Exception) -> str:
+    first = (str(error).strip() or "no text").splitlines()[0]
+    return f"{type(error).__name__}: {first[:160]}"
 
 
 def left_out(model: Any, name: str) -> str:
@@ -344,7 +325,6 @@ def row(name: str) -> dict[str, Any]:
     result: dict[str, Any] = {
         "architecture": name,
         "class": type(model).__name__,
-        "attention": model.config._attn_implementation,
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     datums, accelerator = sequences(), make_accelerator(bf16=False)
@@ -371,12 +351,7 @@ def row(name: str) -> dict[str, Any]:
     return result
 
 
-def write(rows: dict[str, dict[str, Any]]) -> None:
-    cells = ({column: rows[name].get(column, "") for column in COLUMNS} for name in sorted(rows))
-    write_table(TABLE, list(cells))
-
-
-def in_its_own_process(name: str, limit: float) -> dict[str, Any]:
+def in_its_own_process(name: str) -> dict[str, Any]:
     """Return a row from a child process, or a row that describes the end of the process. The
     process is forked, because the imports take seconds and a fork inherits them.
     """
@@ -386,9 +361,9 @@ def in_its_own_process(name: str, limit: float) -> dict[str, Any]:
     process.start()
     present.close()
     try:
-        if here.poll(limit):
+        if here.poll(LIMIT):
             return here.recv()
-        why = f"no row within {limit:g} s"
+        why = f"no row within {LIMIT:g} s"
     except EOFError:
         process.join(10)
         why = f"the process ended with code {process.exitcode}"
@@ -402,9 +377,7 @@ def _send_row(name: str, present: Any) -> None:
     try:
         present.send(row(name))
     except Exception as error:  # noqa: BLE001
-        first = (str(error).strip() or "no text").splitlines()[0]
-        why = f"not built: {type(error).__name__}: {first[:200]}"
-        present.send({"architecture": name, "class": why})
+        present.send({"architecture": name, "class": f"not built: {_shorten(error)}"})
 
 
 def warm_up() -> None:
@@ -416,33 +389,19 @@ def warm_up() -> None:
     add_lora(loaded_copy(tiny_model("llama"), "llama"), LoraConfig(rank=2))
 
 
-def summarize(rows: dict[str, dict[str, Any]]) -> str:
-    """Return a line for each column of verdicts, with the number of each verdict."""
-    lines = []
-    for column in (*LAYOUTS, "checkpointing", "sampler", *SAVED):
-        cells, kinds = (
-            [row.get(column) or "" for row in rows.values()],
-            ("exact", "refused", "WRONG"),
-        )
-        counts = (f"{kind} {sum(cell.startswith(kind) for cell in cells)}" for kind in kinds)
-        lines.append("  ".join([f"{column:14}", *counts]))
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--only", nargs="+", help="architectures, by transformers' model_type")
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds for one architecture")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     rows = {row["architecture"]: row for row in read_table(TABLE)}
     warm_up()
     for name in args.only or model_types():
-        rows[name] = in_its_own_process(name, args.limit)
-        write(rows)
+        rows[name] = in_its_own_process(name)
+        cells = [{column: rows[key].get(column, "") for column in COLUMNS} for key in sorted(rows)]
+        write_table(TABLE, cells)
         print({key: value for key, value in rows[name].items() if key != "class"}, flush=True)
-    print(summarize(rows))
     write_page()
     sys.exit(any(str(cell).startswith("WRONG") for row in rows.values() for cell in row.values()))
 

@@ -8,14 +8,11 @@ minutes.
 
 Each part runs in a separate process with a time limit and writes a row as soon as it has a figure.
 A part that fails, runs out of memory or time, or cannot run is recorded as a row, and the other
-parts continue. With --dry, each part's code runs as far as it can without a GPU. No network is
-needed. Peers that are not installed are recorded as rows.
+parts continue; so are peers that are not installed. With --dry, each part's code runs as far as it
+can without a GPU. No network is needed.
 
-The output folder holds four files: verdict.md (what is right, what is slow), gpu.csv,
-parts.tar.gz with the logs and tables of the parts, and traces.tar with their traces, the smallest
-first and at most 15 MiB. gpu.csv grows while a part runs, so a killed run keeps its rows. With
---part, the other parts keep what an earlier run wrote to the folder. Columns of gpu.csv: part, case, provider, metric, value, unit, floor (the best
-possible value on this GPU, where known), note.
+docs/gpu.md explains the four files of the output folder. gpu.csv grows while a part runs, so a
+killed run keeps its rows. With --part, the other parts keep what an earlier run wrote to the folder.
 """
 
 from __future__ import annotations

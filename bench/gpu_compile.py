@@ -8,7 +8,6 @@ on its layers or on the number of rows, so a job runs a small batch once.
 from __future__ import annotations
 
 import multiprocessing
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
@@ -68,7 +67,7 @@ def run_decode(size: str, dry: bool) -> None:
     from bench.gpu_models import engine_of, make_model, random_prompts
     from rl.sampler import make_decoder
 
-    decoder = make_decoder(make_model(size, device_of(dry), layers=2), kind="fast")
+    decoder = make_decoder(make_model(size, device_of(dry), num_hidden_layers=2), kind="fast")
     prompts = random_prompts(2 if dry else 8, 16 if dry else 256, decoder.vocab_size)
     engine_of(decoder, "paged", 8 * len(prompts), prompts, 12).run()
 
@@ -92,12 +91,12 @@ def time_job(function: Callable[..., None], arguments: tuple[Any, ...]) -> float
     """Return the seconds of a job, in this process."""
     import torch
 
-    began = time.perf_counter()
-    function(*arguments)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    return time.perf_counter() - began
+    from bench.gpu_models import free_gpu_memory, seconds_of
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    seconds, _ = seconds_of(lambda: function(*arguments), device)
+    free_gpu_memory(device)
+    return seconds
 
 
 def part_compile(table: Any, dry: bool) -> None:

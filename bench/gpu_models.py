@@ -15,46 +15,10 @@ import numpy as np
 import torch
 
 from bench.gpu_kernels import device_of
+from bench.harness import SIZES, config_of, make_model
 from bench.kernels import TB_PER_S
 
 BANDWIDTH = TB_PER_S * 1e12  # bytes per second of a large copy
-COMMON = dict(max_position_embeddings=32_768, eos_token_id=None, bos_token_id=None, pad_token_id=0)
-_COLUMNS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "tie_word_embeddings")  # fmt: skip
-SIZES: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (family, dict(zip(_COLUMNS, sizes, strict=True)) | more)
-    for name, family, sizes, more in (
-        ("0.5B", "Qwen2", (896, 4864, 24, 14, 2, 151_936, True), {}),
-        ("0.6B", "Qwen3", (1024, 3072, 28, 16, 8, 151_936, True), {"head_dim": 128}),
-        ("8B", "Llama", (4096, 14_336, 32, 32, 8, 128_256, False), {}),
-        ("tiny", "Qwen3", (64, 128, 2, 4, 2, 600, True), {"head_dim": 16}),
-    )
-}
-
-
-def config_of(size: str, layers: int | None = None) -> Any:
-    import transformers
-
-    family, sizes = SIZES[size]
-    sizes = COMMON | sizes | ({} if layers is None else {"num_hidden_layers": layers})
-    make = getattr(transformers, f"{family}Config")
-    return make(**sizes, architectures=[f"{family}ForCausalLM"])
-
-
-def make_model(
-    size: str, device: str, dtype: torch.dtype = torch.bfloat16, layers: int | None = None
-) -> Any:
-    """Make a model with random weights on the device. `layers`: fewer layers than it has."""
-    import transformers
-
-    config = config_of(size, layers)
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            return getattr(transformers, config.architectures[0])(config).eval()
-    finally:
-        torch.set_default_dtype(before)
 
 
 def free_gpu_memory(device: str) -> None:

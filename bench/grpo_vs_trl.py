@@ -1,31 +1,24 @@
 """Compare a GRPO step of Whetstone with a step of TRL's GRPOTrainer: the same SFT model, prompts
 and settings, side by side on a CPU.
 
-    .venv-bench/bin/python bench/grpo_vs_trl.py                      # trains the model first (SFT)
-    .venv-bench/bin/python bench/grpo_vs_trl.py --model runs/addition/checkpoints/sft-final/model
+    .venv-bench/bin/python bench/grpo_vs_trl.py    # trains the model first (SFT)
 
 Each peer trains in a separate process. The peers take turns by blocks of BLOCK steps, in the order
 A B, B A, A B, ..., and the waiting peer is blocked on a pipe, so that other load on the machine
-affects both alike. A step's time is that of the peer's whole loop (data, sampling, rewards,
-backward, optimizer, weight sync to the sampler); evaluation and saving are excluded on both sides.
-CPU seconds are those of the peer's process, all threads.
+affects both alike. A step's time is that of the peer's whole loop; evaluation and saving are
+excluded on both sides. TRL has its fastest settings here: plain `generate` (its continuous batching
+is slower on a CPU), no reference model, a single micro-batch of all completions, fp32. Both use
+AdamW (0.9, 0.95), a constant learning rate, clipping to norm 1, advantages divided by the group's
+std, and a loss averaged over tokens.
 
-Whetstone runs `rl.trainer.training_loop.train`. TRL runs `GRPOTrainer.train()` with its fastest
-settings here: plain `generate` (its continuous batching is slower on a CPU), no reference model
-(beta 0), a single micro-batch of all completions, fp32, no gradient checkpointing, no logging, no
-saving. Both use AdamW (0.9, 0.95), a constant learning rate, clipping to norm 1, advantages divided
-by the group's std, and a loss averaged over tokens.
-
-Held-out accuracy: both peers write their weights at the steps EVALUATED. evaluate.py samples the
-same 512 problems for all of them, four samples each with the same random streams (standard error
-about 0.01).
+Both peers write their weights at the steps EVALUATED. evaluate.py samples the same 512 problems for
+all of them, four samples each with the same random streams (standard error about 0.01).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import statistics
@@ -37,19 +30,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from bench.harness import (  # noqa: E402
-    RESULTS,
-    JsonProcess,
-    command_line,
-    describe_machine,
-    make_parser,
-    show,
-    silence_libraries,
-    write_table,
-)
-from bench.learning import evaluate_sums, taught_model  # noqa: E402
 
-PROBLEMS, SAMPLES, MAX_TOKENS, LEARNING_RATE = 64, 8, 4, 3e-4
+
+from bench import harness  # noqa: E402
+
+PROBLEMS, SAMPLES, MAX_TOKENS, LEARNING_RATE, SEED = 64, 8, 4, 3e-4, 0
 BLOCK, EVALUATED = 5, (0, 25, 75, 100, 150)
 PEERS = ("whetstone", "trl")
 # Settings of TRL's trainers: AdamW as here, fp32 on a CPU, a micro-batch of all completions, no
@@ -78,8 +63,7 @@ class BlockReporter:
         self.cpu: list[float] = []
         self.weights: dict[int, str] = {}
         self._out = os.fdopen(os.dup(1), "w")
-        # Standard output carries reports to the parent; what libraries print goes to standard
-        # error.
+        # Standard output carries reports to the parent. What libraries print goes to stderr.
         os.dup2(2, 1)
 
     def begin(self) -> None:
@@ -166,15 +150,15 @@ def run_whetstone(args: argparse.Namespace, turns: BlockReporter) -> None:
 
     plan = grpo_plan(args)
     prepared, settings = prepare_stage(plan), collect_worker_settings([plan])
-    with ServiceClient(output_dir=args.folder, seed=args.seed, settings=settings) as service:
-        policy = make_policy(service, plan.settings.model, None, None, args.seed)
+    with ServiceClient(output_dir=args.folder, seed=SEED, settings=settings) as service:
+        policy = make_policy(service, plan.settings.model, None, None, SEED)
         turns.save = lambda step: policy.save_weights_for_sampler(f"step-{step}").result().path
         # `TimedTrainer` does not use these.
         unused: dict[str, Any] = dict(logbook=None, console=None, checkpoints=None)
         context = StageContext(
             name="grpo", index=0, method=METHODS["grpo"](plan.settings), models=Models(policy),
             problems=prepared.problems, test_problems=None, renderer=make_renderer(policy, None),
-            scorer=prepared.scorer, run_seed=args.seed, first_step=0, **unused,
+            scorer=prepared.scorer, run_seed=SEED, first_step=0, **unused,
         )  # fmt: skip
         train(TimedTrainer(context, stop_request=StopRequest()))
 
@@ -207,13 +191,13 @@ def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
         return [exact_match(p, c, {"answer": a}) for p, c, a in rows]
 
     exact_match = resolve_reward("exact_match")
-    problems, order = prepare_stage(grpo_plan(args)).problems, derive_seed(args.seed, 0)
+    problems, order = prepare_stage(grpo_plan(args)).problems, derive_seed(SEED, 0)
     requests = [p for step in range(args.steps) for p in problems.batch(step, PROBLEMS, order)]
     texts = ((p.messages[-1]["content"], p.meta["answer"]) for p in requests)
     rows = [{"prompt": str(prompt), "answer": str(answer)} for prompt, answer in texts]
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     config = GRPOConfig(
-        **TRL_SETTINGS, output_dir=str(args.folder), max_steps=args.steps, seed=args.seed,
+        **TRL_SETTINGS, output_dir=str(args.folder), max_steps=args.steps, seed=SEED,
         learning_rate=LEARNING_RATE, max_grad_norm=1.0,
         per_device_train_batch_size=PROBLEMS * SAMPLES, num_generations=SAMPLES, num_iterations=1,
         max_completion_length=MAX_TOKENS, beta=0.0, scale_rewards="group", loss_type="dapo",
@@ -230,12 +214,12 @@ def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
     trainer.train()
 
 
-def start_peer(peer: str, args: argparse.Namespace, folder: Path) -> JsonProcess:
+def start_peer(peer: str, args: argparse.Namespace, folder: Path) -> harness.JsonProcess:
     """Start a peer in a separate process, which reports after each block."""
-    flags = [f"--{name}={getattr(args, name)}" for name in ("model", "steps", "threads", "seed")]
+    flags = [f"--{name}={getattr(args, name)}" for name in ("model", "steps", "threads")]
     command = [sys.executable, __file__, *flags, "--peer", peer, "--folder", str(folder / peer)]
     threads = {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
-    return JsonProcess(command, {**os.environ, **threads})
+    return harness.JsonProcess(command, {**os.environ, **threads})
 
 
 def run_peers(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
@@ -249,14 +233,11 @@ def run_peers(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any
         for number in range(-(-args.steps // BLOCK)):
             for name in PEERS if number % 2 == 0 else PEERS[::-1]:
                 reports[name] = peers[name].ask(turn=number)
-            means = (f"{n} {statistics.mean(r['seconds']):.3f} s" for n, r in reports.items())
-            print(f"block {number:4d}: mean step so far", *means, flush=True)
     return reports
 
 
 def summarize(peer: str, args: argparse.Namespace, reports: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a peer, with the held-out accuracy of all weights that it wrote."""
-    import torch
     import trl
 
     report, seconds = reports[peer], reports[peer]["seconds"]
@@ -266,39 +247,37 @@ def summarize(peer: str, args: argparse.Namespace, reports: dict[str, Any]) -> d
         "peer": f"trl {trl.__version__}" if peer == "trl" else peer,
         "steps": len(seconds),
         "mean_ms": round(1e3 * mean, 1),
-        "median_ms": round(1e3 * statistics.median(seconds), 1),
         "cpu_mean_ms": round(1e3 * statistics.mean(report["cpu"]), 1),
         "share_of_trl": round(mean / statistics.mean(reports["trl"]["seconds"]), 3),
-        **{f"accuracy_at_{step}": round(evaluate_sums(path, 4), 3) for step, path in weights},
+        **{
+            f"accuracy_at_{step}": round(harness.evaluate_sums(path, 4), 3)
+            for step, path in weights
+        },
         "threads": args.threads,
-        "torch": torch.__version__,
-        "machine": describe_machine(),
-        "command": command_line(),
+        "machine": harness.describe_machine(),
+        "command": harness.command_line(),
     }
 
 
 def main() -> None:
-    parser = make_parser(__doc__, output=RESULTS / "grpo_vs_trl_cpu.csv")
-    parser.add_argument("--model", type=Path, help="default: the recipe's first stage is run")
+    parser = harness.make_parser(__doc__, output=harness.RESULTS / "grpo_vs_trl_cpu.csv")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--threads", type=int, default=2, help="torch threads of each peer")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if importlib.util.find_spec("trl") is None:
-        raise SystemExit('no trl here: make campaign ARGS="--install --only grpo_vs_trl"')
     if args.peer:  # in the process of a peer
         turns = BlockReporter(args.steps)
-        silence_libraries(args.threads)
+        harness.silence_libraries(args.threads)
         return {"whetstone": run_whetstone, "trl": run_trl}[args.peer](args, turns)
     with tempfile.TemporaryDirectory(prefix="grpo_vs_trl-") as name:
-        args.model = args.model or taught_model(args.seed, Path(name))
+        args.model = harness.taught_model(SEED, Path(name))
         reports = run_peers(args, Path(name))
         rows = [summarize(peer, args, reports) for peer in PEERS]
-    write_table(args.output, rows)
+    harness.write_table(args.output, rows)
     for row in rows:
-        show(row)
+        harness.show(row)
 
 
 if __name__ == "__main__":

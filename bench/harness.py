@@ -10,10 +10,13 @@ import json
 import logging
 import os
 import platform
+import re
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,21 +25,22 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 HERE = Path(__file__).resolve().parent
 REPO = HERE.parent
 RESULTS = HERE / "results"
 DATA = Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data"))
 SEEDS = (0, 1, 2)
 HELD_OUT, GREEDY = "test/env/all/correct", "test/greedy/all/correct"
+REWARD = "test/env/all/reward/total"
 Row = Mapping[str, Any]
 
 
 def make_parser(
     text: str | None, seeds: bool = False, output: Path | None = None
 ) -> argparse.ArgumentParser:
-    """Return a parser whose help begins with a script's docstring, as it is laid out. `seeds`: with
-    --seeds; `output`: with --output, the table, which has this default.
-    """
+    """Return a parser whose help is a script's docstring, with --seeds and --output as requested."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=text, formatter_class=layout)
     if seeds:
@@ -47,17 +51,11 @@ def make_parser(
 
 
 def describe_machine() -> str:
-    """Return a description of the machine: the CPU's model name, the cores this process may use,
-    memory, versions of Python and torch.
-    """
+    """Return the CPU's model name, the usable cores, memory, and versions of Python and torch."""
     cpu, memory = platform.processor() or platform.machine(), ""
     if Path("/proc/cpuinfo").is_file():
-        names = [
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
+        name = re.search("^model name.*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+        cpu = name[1].strip() if name else cpu
         memory = f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return (
@@ -84,6 +82,11 @@ def read_table(path: Path) -> list[dict[str, Any]]:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file that holds an object of JSON on each line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_table(path: Path, rows: Sequence[Row]) -> None:
@@ -127,14 +130,11 @@ class Run:
     cpu_seconds: float
 
     def values(self, metric: str, stage: str | None = None) -> list[float]:
-        """Return a metric's values in order. Raises KeyError, with the held-out metrics of the
-        stage, if it has none.
-        """
+        """Return a metric's values in order. Raises KeyError if the stage has none."""
         rows = [row for row in self.rows if stage is None or row["stage"] == stage]
         values = [float(row[metric]) for row in rows if metric in row]
         if not values:
-            known = sorted({name for row in rows for name in row if name.startswith("test/")})
-            raise KeyError(f"stage {stage} measured no {metric}; it has {', '.join(known)}")
+            raise KeyError(f"stage {stage} measured no {metric}")
         return values
 
 
@@ -157,8 +157,90 @@ def train(words: Sequence[str], folder: Path, launcher: Sequence[str] = (sys.exe
     """
     command = [*launcher, "train.py", *words, "--output-dir", str(folder), "--overwrite"]
     seconds, cpu = timed_run([*command, "--quiet"])
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return Run([json.loads(line) for line in lines], seconds, cpu)
+    return Run(read_jsonl(folder / "metrics.jsonl"), seconds, cpu)
+
+
+def select_stages(recipe: str, first: int, last: int | None, folder: Path) -> Path:
+    """Write a recipe with only stages[first:last] of a recipe and its shared settings; return its
+    path.
+    """
+    content = yaml.safe_load((REPO / "recipes" / f"{recipe}.yaml").read_text())
+    return write_recipe(folder, {**content, "stages": content["stages"][first:last]})
+
+
+def write_recipe(folder: Path, content: dict[str, Any]) -> Path:
+    path = folder / f"recipe-{len(list(folder.glob('recipe-*')))}.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def taught_model(seed: int, work: Path) -> Path:
+    """Return the weights of the first stage of recipes/addition.yaml, which answers sums, but
+    badly. The model is trained once per seed.
+    """
+    folder = work / f"taught-{seed}"
+    model = folder / "checkpoints" / "sft-final" / "model"
+    if not model.is_dir():
+        train([str(select_stages("addition", 0, 1, work)), "--seed", str(seed)], folder)
+    return model
+
+
+def evaluate_sums(model: Path, samples: int = 1) -> float:
+    """Return the sampled accuracy of weights on 512 held-out sums."""
+    # Evaluate a copy outside the run's folder; otherwise evaluate.py uses the run's environment.
+    with tempfile.TemporaryDirectory() as folder:
+        weights, result = Path(folder, "model"), Path(folder, "result.json")
+        shutil.copytree(model, weights)
+        words = (
+            f"evaluate.py {weights} --dataset addition --reward exact_match --limit 512 --samples "
+            f"{samples} --renderer plain --temperature 1 --max-tokens 4 --output {result}"
+        )
+        timed_run([sys.executable, *words.split()])
+        return float(json.loads(result.read_text())["correct"])
+
+
+# Models with random weights: name -> (family, sizes).
+_COLUMNS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "tie_word_embeddings")  # fmt: skip
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (family, dict(zip(_COLUMNS, sizes, strict=True)) | more)
+    for name, family, sizes, more in (
+        ("0.5B", "Qwen2", (896, 4864, 24, 14, 2, 151_936, True), {}),
+        ("0.6B", "Qwen3", (1024, 3072, 28, 16, 8, 151_936, True), {"head_dim": 128}),
+        ("8B", "Llama", (4096, 14_336, 32, 32, 8, 128_256, False), {}),
+        ("20M", "Llama", (448, 1216, 8, 7, 7, 94, True), {}),
+        ("tiny", "Qwen3", (64, 128, 2, 4, 2, 600, True), {"head_dim": 16}),
+        ("recipe", "Qwen3", (128, 384, 2, 4, 4, 16, True), {"head_dim": 32}),
+        ("0.85M", "Qwen3", (128, 384, 4, 4, 2, 512, True), {"head_dim": 32}),
+        ("34M", "Qwen3", (512, 1536, 8, 8, 4, 16_384, True), {"head_dim": 64}),
+        ("40M", "Qwen3", (512, 1536, 8, 8, 4, 32_000, True), {"head_dim": 64}),
+    )
+}
+COMMON = dict(max_position_embeddings=32_768, eos_token_id=None, bos_token_id=None, pad_token_id=0)
+
+
+def config_of(size: str, **changes: Any) -> Any:
+    """Return the config of a model, with other values of some of its fields."""
+    import transformers
+
+    family, sizes = SIZES[size]
+    make = getattr(transformers, f"{family}Config")
+    return make(**{**COMMON, **sizes, **changes}, architectures=[f"{family}ForCausalLM"])
+
+
+def make_model(size: str, device: str = "cpu", dtype: Any = None, **changes: Any) -> Any:
+    """Make a model with random weights on the device. `dtype`: bfloat16 by default."""
+    import torch
+    import transformers
+
+    config = config_of(size, **changes)
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or torch.bfloat16)
+    try:
+        with torch.device(device):
+            return getattr(transformers, config.architectures[0])(config).eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
 def silence_libraries(threads: int) -> None:

@@ -4,12 +4,10 @@ bench/gpu.py, on a CPU as a script.
     python bench/kernels.py                # about 4 minutes on two cores, 10 GB
     python bench/kernels.py --tokens 512   # quicker; the ratios are about the same
 
-Operations: linear_logprob (forward, backward, both), token_logprob, policy_loss. Every provider
-gets the same seeded gradient for each token's logprob and is compared with float64: logprobs and dX
-of 16 tokens, dW of 16 vocabulary rows. Only a single provider is on the device at a time, and a
-provider that cannot run reports the reason. "floor" is the least time that the provider's algorithm
-can take on this GPU, as `bench/gpu.py` measured it (the file named by WHETSTONE_GPU_FLOORS),
-otherwise on an H100. Compare within a memory class: "flat" keeps no [T, V] tensor, "logits" does.
+Every provider gets the same seeded gradient for each token's logprob and is compared with float64.
+"floor" is the least time that the provider's algorithm can take on this GPU, as `bench/gpu.py`
+measured it (the file named by WHETSTONE_GPU_FLOORS), otherwise on an H100. Compare within a memory
+class: "flat" keeps no [T, V] tensor, "logits" does.
 
 On a CPU each provider runs once, in a process of its own: wall and CPU seconds of forward and
 backward (on a shared machine, compare the CPU seconds), peak memory above weights and gradients,
@@ -350,14 +348,9 @@ def head_steps(provider: Provider, p: LogprobBatch) -> dict[str, Step]:
     return {"forward": forward, "backward": backward, "both": both}
 
 
-def say_left_out(name: str, failure: Exception) -> None:
-    kind = "" if isinstance(failure, CannotRun) else f"{type(failure).__name__}: "
-    print(f"  {name}: left out: {kind}{(str(failure).splitlines() or [''])[0][:120]}")
-
-
 def bench_head(
     shape: HeadShape, tokens: int, device: str, dtype: torch.dtype, names: list[str], repeats: int,
-    left_out: Callable[[str, Exception], None] = say_left_out,
+    left_out: Callable[[str, Exception], None],
 ) -> Iterator[Row]:  # fmt: skip
     """Yield the rows of each provider in turn. Each has a separate problem, which is freed before
     the next: the largest take most of a GPU.
@@ -467,25 +460,21 @@ def measure_once(provider: Provider, shape: HeadShape, tokens: int) -> dict[str,
 
 def main() -> None:
     parser = make_parser(__doc__, output=RESULTS / "kernels_cpu.csv")
-    heads = {shape.model: shape for shape in (*SHAPES, TINY)}
     providers = {provider.name: provider for provider in PROVIDERS}
-    names = ["torch", "ours", "torch_frozen", "ours_frozen"]
-    parser.add_argument("--model", choices=heads, default="Qwen2.5-0.5B")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--providers", nargs="+", default=names, choices=providers)
     parser.add_argument("--one", choices=providers, help="measure this provider in this process")
     args = parser.parse_args()
-    shape = heads[args.model]
+    shape = SHAPES[0]
     if args.one:
         torch.set_num_threads(args.threads)
         print(json.dumps(measure_once(providers[args.one], shape, args.tokens)))
         return
     sizes = {"tokens": args.tokens, "threads": args.threads}
-    flags = [f"--{name}={size}" for name, size in {"model": args.model, **sizes}.items()]
+    flags = [f"--{name}={size}" for name, size in sizes.items()]
     results: dict[str, dict[str, float]] = {}
     rows = []
-    for name in args.providers:
+    for name in ("torch", "ours", "torch_frozen", "ours_frozen"):
         command = [sys.executable, __file__, "--one", name, *flags]
         results[name] = json.loads(subprocess.check_output(command, text=True))
         twin = results.get(name.replace("ours", "torch"))

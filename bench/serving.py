@@ -1,13 +1,10 @@
 """Measure a server over loopback against calls in this process.
 
-    python bench/serving.py load|load-20M|mix [--count N]
+    python bench/serving.py load|load-20M       # into bench/results/serving.csv
 
-Rows go to bench/results/serving.csv.
-
-load         measures tokens/s of N concurrent samples over the wire against an in-process
+load         measures tokens/s of 64 concurrent samples over the wire against an in-process
              `sample_many`, and the cost of a forward_backward call against an in-process call
-load-20M     like load, for a model of 20M weights (load's has 0.1M)
-mix          samples from N adapters on a base of 20M weights: in a single batch, and in sequence
+load-20M     measures the samples alone, for a model of 20M weights (load's has 0.1M)
 """
 
 from __future__ import annotations
@@ -25,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 sys.path.append(f"{sys.path[0]}/tests/serve")
-from bench.harness import REPO, RESULTS, make_parser, replace_rows, show  # noqa: E402
+from bench.harness import REPO, RESULTS, make_model, make_parser, replace_rows, show  # noqa: E402
 
-BASE, TOKENS = "tiny:ascii-small", 64
+BASE, TOKENS, COUNT = "tiny:ascii-small", 64, 64
 
 
 @contextmanager
@@ -55,25 +53,16 @@ def cpu_seconds(process: int) -> float:
 
 def write_base(folder: Path) -> str:
     """Write a random Llama of 20M weights over characters to a folder."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from rl.models import load_tokenizer
 
     tokenizer = load_tokenizer(BASE)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=448, intermediate_size=1216, num_hidden_layers=8,
-        num_attention_heads=7, num_key_value_heads=7, max_position_embeddings=1024,
-        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    make_model("20M", dtype=torch.float32, vocab_size=len(tokenizer), **ids).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
-async def sample_over_the_wire(url: str, session: str, begin: int, count: int) -> None:
+async def sample_over_the_wire(url: str, session: str, begin: int) -> None:
     import httpx
 
     # verify: loading certificates, which http needs none of, would be timed
@@ -89,7 +78,7 @@ async def sample_over_the_wire(url: str, session: str, begin: int, count: int) -
                 answer = await client.post("/retrieve_future", json={"request_id": future})
             assert len(answer.json()["sequences"][0]["tokens"]) == TOKENS
 
-        await asyncio.gather(*(sample(i) for i in range(count)))
+        await asyncio.gather(*(sample(i) for i in range(COUNT)))
 
 
 def timed(run: Callable[[], object], clock: Callable[[], float]) -> tuple[float, float]:
@@ -99,9 +88,7 @@ def timed(run: Callable[[], object], clock: Callable[[], float]) -> tuple[float,
     return time.perf_counter() - begin, clock() - used
 
 
-def measure_load(
-    folder: Path, count: int, base: str = BASE, turns: int = 4, learns: bool = True
-) -> dict[str, str]:
+def measure_load(folder: Path, base: str, learns: bool) -> dict[str, str]:
     """Measure wall-clock seconds, which depend on other load, and CPU seconds, which do not."""
     import httpx
     from serving import Wire  # of tests/serve
@@ -112,7 +99,7 @@ def measure_load(
 
     ids = np.random.default_rng(0).integers(2, 90, (16, 257)).tolist()
     data = [Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in ids]
-    params, taken = SamplingParams(TOKENS, stop=[]), []
+    params, rows = SamplingParams(TOKENS, stop=[]), []
     with (
         start_server(folder, base) as (url, process),
         httpx.Client(base_url=url, timeout=120) as http,
@@ -122,100 +109,51 @@ def measure_load(
         server.open()
         model = server.model(base=base)
         session, reference = server.sampler(model, 1), client.save_weights_and_get_sampling_client()
-        for turn in range(turns):  # in adjacent pairs; the first turn warms up
-            samples = sample_over_the_wire(url, session, turn * count, count)
+
+        def sample_here(seed: int) -> None:
             requests = [
-                SamplingRequest(prompt=[4, 5 + i], problem=i, params=params, seed=turn)
-                for i in range(count)
+                SamplingRequest(prompt=[4, 5 + i], problem=i, params=params, seed=seed)
+                for i in range(COUNT)
             ]
+            reference.sample_many(requests).result()
 
-            def learn_on_server(number: int = turn + 2) -> None:
-                server.wait(server.ask(model, number, data))
-
-            def learn_here() -> None:
-                client.forward_backward(data, "cross_entropy").result()
-
-            def sample_here(requests: Any = requests) -> None:
-                reference.sample_many(requests).result()
-
-            wire = timed(lambda s=samples: asyncio.run(s), lambda: cpu_seconds(process))
-            here = timed(sample_here, time.process_time)
-            calls = [
-                timed(learn, time.process_time)[0] if learns else 0.0
-                for learn in (learn_on_server, learn_here)
-            ]
-            taken.append([*wire, *here, *calls])
-    wire_s, wire_cpu, here_s, here_cpu, call, local = np.array(taken[1:]).T
+        for turn in range(4 if learns else 3):  # in adjacent pairs; the first turn warms up
+            samples = sample_over_the_wire(url, session, turn * COUNT)
+            row = timed(lambda s=samples: asyncio.run(s), lambda: cpu_seconds(process))
+            row += timed(lambda n=turn: sample_here(n), time.process_time)
+            if learns:
+                ask = lambda n=turn: server.wait(server.ask(model, n + 2, data))  # noqa: E731
+                row += timed(ask, time.process_time)
+                learn = lambda: client.forward_backward(data, "cross_entropy").result()  # noqa: E731
+                row += timed(learn, time.process_time)
+            rows.append(row)
+    wire_s, wire_cpu, here_s, here_cpu, *calls = np.array(rows[1:]).T
     figures = {
-        "wire tokens/s": f"{count * TOKENS / np.median(wire_s):.0f}",
-        "in-process tokens/s": f"{count * TOKENS / np.median(here_s):.0f}",
+        "wire tokens/s": f"{COUNT * TOKENS / np.median(wire_s):.0f}",
+        "in-process tokens/s": f"{COUNT * TOKENS / np.median(here_s):.0f}",
         "share": f"{np.median(here_s / wire_s):.2f}",
         "share of CPU": f"{np.median(here_cpu / wire_cpu):.2f}",
         "load of the machine": f"{os.getloadavg()[0]:.1f}",
     }
     if learns:
+        call, _, local, _ = calls
         figures["call of 4096 tokens, more ms"] = f"{np.median(call - local) * 1e3:.1f}"
         figures["in-process ms"] = f"{np.median(local) * 1e3:.0f}"
     return figures
 
 
-def measure_load_of_20m(folder: Path, count: int) -> dict[str, str]:
-    return measure_load(folder, count, write_base(folder.parent / "base"), turns=3, learns=False)
-
-
-def measure_mix(folder: Path, count: int) -> dict[str, str]:
-    """Measure the CPU seconds of `count` adapters with 8 samples each, in a single batch and in
-    sequence.
-    """
-    from rl.client import SampleStream, ServiceClient
-    from rl.runtime import WorkerSettings
-    from rl.sampler import SamplingRequest
-    from rl.types import SamplingParams
-
-    base, params = write_base(folder.parent / "base"), SamplingParams(TOKENS, stop=[])
-    with ServiceClient(output_dir=folder, settings=WorkerSettings(share_bases=True)) as service:
-        work = []
-        for i in range(count):
-            model = service.create_lora_training_client(base, 4 + 4 * (i % 3), i)
-            requests = [
-                SamplingRequest(prompt=[4, 5 + j], params=params, seed=i, problem=j)
-                for j in range(8)
-            ]
-            work.append((model.save_weights_and_get_sampling_client(), requests))
-
-        def mixed() -> None:
-            with SampleStream(work[0][0], mixed=True) as stream:
-                for client, requests in work:
-                    for request in requests:
-                        stream.add(request, client)
-                while stream.busy:
-                    stream.run_steps()
-
-        def by_turns() -> None:
-            for client, requests in work:
-                client.sample_many(requests).result()
-
-        taken = [[timed(run, time.process_time)[1] for run in (mixed, by_turns)] for _ in range(3)]
-    names, medians = ("mixed", "by turns"), np.median(taken[1:], axis=0)
-    return {f"CPU seconds, {n}": f"{x:.2f}" for n, x in zip(names, medians, strict=True)}
-
-
 def main() -> None:
-    cases = {"load": (measure_load, 64), "load-20M": (measure_load_of_20m, 64)}
-    cases |= {"mix": (measure_mix, 8)}
-    parser = make_parser(__doc__, output=RESULTS / "serving.csv")
+    parser, cases = make_parser(__doc__, output=RESULTS / "serving.csv"), ["load", "load-20M"]
     parser.add_argument("case", choices=cases)
-    parser.add_argument("--count", type=int)
     args = parser.parse_args()
-    case, count = cases[args.case]
-    count = args.count or count
-    with tempfile.TemporaryDirectory() as folder:
-        begin = time.monotonic()
-        figures = json.dumps(case(Path(folder) / "out", count))
+    with tempfile.TemporaryDirectory() as name:
+        begin, folder, learns = time.monotonic(), Path(name), args.case == "load"
+        base = BASE if learns else write_base(folder / "base")
+        figures = json.dumps(measure_load(folder / "out", base, learns))
     seconds = f"{time.monotonic() - begin:.0f}"
-    row = {"case": args.case, "count": str(count), "seconds": seconds, "seen": figures}
+    row = {"case": args.case, "count": str(COUNT), "seconds": seconds, "seen": figures}
     show(row)
-    replace_rows(args.output, [row], ("case",), lambda row: list(cases).index(row["case"]))
+    replace_rows(args.output, [row], ("case",), lambda row: cases.index(row["case"]))
 
 
 if __name__ == "__main__":

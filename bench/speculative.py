@@ -1,13 +1,12 @@
 """Compare the engine with and without `num_speculative_tokens`, in pairs, on a CPU.
 
 A constructed model emits tokens of a cycle of 16 classes: the next token is any of the 1, 2 or 8
-tokens of the next class, with equal probability. Its weights cost as much as those of a trained
-model. With 1 token in a class the text is a copy of the prompt, and nearly each draft is accepted;
-with 8 tokens a draft rarely follows a match, and is accepted once in eight. The last cases are long
-answers, in which drafting has paused.
+tokens of the next class, with equal probability. With 1 token in a class the text is a copy of the
+prompt, and nearly each draft is accepted; with 8 tokens a draft is accepted once in eight. The last
+cases are long answers, in which drafting has paused.
 
 `gain` is the median over the pairs of the plain engine's CPU seconds divided by those of
-speculative decoding (1 thread). `equal`: whether all tokens are equal.
+speculative decoding (1 thread).
 """
 
 from __future__ import annotations
@@ -23,15 +22,13 @@ from typing import Any, NamedTuple
 # Import from the repository root: kernels.py of this folder would shadow the package.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import torch  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from bench.harness import RESULTS, make_parser, show, write_table  # noqa: E402
-from bench.sampler import BASE, MODEL_085M, MODEL_40M  # noqa: E402
+from bench.harness import RESULTS, make_model, make_parser, show, write_table  # noqa: E402
 from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
-MODELS = {"0.85M": MODEL_085M, "34M": MODEL_40M | {"vocab_size": 16384}}
-CLASSES, PROMPT, DRAFTS = 16, 64, 4  # DRAFTS: num_speculative_tokens
+MODELS = ("0.85M", "34M")
+CLASSES, PROMPT, PAIRS, DRAFTS = 16, 64, 5, 4  # DRAFTS: num_speculative_tokens
 
 
 class Case(NamedTuple):
@@ -47,27 +44,26 @@ CASES = [Case(*case) for case in itertools.product(MODELS, (1, 2, 8), (1, 8, 32)
 CASES += [Case("0.85M", 8, rows, 900) for rows in (1, 16)]
 
 
-def make_model(size: dict[str, int], tokens: int) -> Any:
+def make_cyclic_model(size: str, tokens: int) -> Any:
     """Return a model that continues a token of class c (its id modulo `CLASSES`) with one of the
     first `tokens` tokens of class c + 1.
     """
-    torch.manual_seed(0)
-    config = Qwen3Config(**{**BASE, **size, "tie_word_embeddings": False, "pad_token_id": None})
-    model = Qwen3ForCausalLM(config).eval()
+    changes = {"tie_word_embeddings": False, "pad_token_id": None}
+    model = make_model(size, dtype=torch.float32, **changes)
     with torch.no_grad():
         for layer in model.model.layers:  # the layers cost time, and hardly change the stream
             layer.self_attn.o_proj.weight.mul_(1e-3)
             layer.mlp.down_proj.weight.mul_(1e-3)
-        vectors = torch.linalg.qr(torch.randn(size["hidden_size"], CLASSES))[0].T
-        ids = torch.arange(size["vocab_size"])
+        vectors = torch.linalg.qr(torch.randn(model.config.hidden_size, CLASSES))[0].T
+        ids = torch.arange(model.config.vocab_size)
         model.model.embed_tokens.weight.copy_(vectors[ids % CLASSES])
         head = vectors[(ids - 1) % CLASSES] * 3.0
         model.lm_head.weight.copy_(torch.where((ids < CLASSES * tokens)[:, None], head, 0.0))
     return model
 
 
-def sample(decoder: Any, case: Case, drafts: int) -> tuple[float, list[list[int]], Engine]:
-    """Return the CPU seconds of sampling, the tokens of each row, and the engine."""
+def sample(decoder: Any, case: Case, drafts: int) -> tuple[float, Any]:
+    """Return the CPU seconds of sampling and the engine's counters."""
     room = {"kv_cache_tokens": case.rows * (PROMPT + case.new_tokens), "max_rows": 1024}
     engine = Engine(decoder, **room, num_speculative_tokens=drafts)
     generator, params = torch.Generator().manual_seed(1), SamplingParams(max_tokens=case.new_tokens)
@@ -76,21 +72,19 @@ def sample(decoder: Any, case: Case, drafts: int) -> tuple[float, list[list[int]
         prompt = ((torch.arange(PROMPT) + problem) % CLASSES + members).tolist()
         engine.add(SamplingRequest(prompt=prompt, problem=problem, params=params))
     start = time.process_time()
-    responses = engine.run()
-    seconds = time.process_time() - start
-    return seconds, [s.tokens for response in responses for s in response.sequences], engine
+    engine.run()
+    return time.process_time() - start, engine.counters
 
 
-def measure(case: Case, repeats: int) -> dict[str, Any]:
-    decoder = make_decoder(make_model(MODELS[case.model], case.tokens), kind="fast")
-    pairs, equal = [], True
-    for repeat in range(repeats + 1):
+def measure(case: Case) -> dict[str, Any]:
+    decoder = make_decoder(make_cyclic_model(case.model, case.tokens), kind="fast")
+    pairs = []
+    for repeat in range(PAIRS + 1):
         order = (0, DRAFTS) if repeat % 2 else (DRAFTS, 0)
         results = {drafts: sample(decoder, case, drafts) for drafts in order}
-        equal = equal and results[0][1] == results[DRAFTS][1]
         if repeat:  # the first pair is a warm-up
             pairs.append((results[0][0], results[DRAFTS][0]))
-    counters = results[DRAFTS][2].counters
+    _, counters = results[DRAFTS]
     return {
         "parameters": case.model,
         "rows": case.rows,
@@ -102,23 +96,19 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
         "drafted": counters.drafted_tokens,
         "accepted": counters.accepted_tokens,
         "sampled": counters.emitted_tokens,
-        "equal": equal,
         "load_average": round(os.getloadavg()[0], 1),
     }
 
 
 def main() -> None:
     parser = make_parser(__doc__, output=RESULTS / "speculative_cpu.csv")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--repeats", type=int, default=5, help="pairs")
     args = parser.parse_args()
     torch.set_num_threads(1)
     table: list[dict[str, Any]] = []
     for case in CASES:
-        if case.model in args.models:
-            table.append(measure(case, args.repeats))
-            show(table[-1])
-            write_table(args.output, table)
+        table.append(measure(case))
+        show(table[-1])
+        write_table(args.output, table)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,17 @@
 """Measure what old tokens cost, and what a rank that only samples gains: GRPO on two-digit sums,
 from the model that the first stage of recipes/addition.yaml teaches.
 
-    python bench/staleness.py                          # staleness.csv; keeps existing rows
-    python bench/staleness.py --seeds 0 --staleness 8  # a part of the runs
-    python bench/staleness.py --ranks                  # roles.csv: half an hour on two idle cores
+    python bench/staleness.py            # staleness.csv; keeps existing rows
+    python bench/staleness.py --ranks    # roles.csv: half an hour on two idle cores
 
 staleness.csv: GRPO runs for STEPS steps with `--max-steps-off-policy K`, under each correction. The
-synchronous run, K = 0, uses none. Rewards take no time here, so that nearly every trained token is
-K updates old: the worst case. `after` is the held-out sampled accuracy after the last step; `mean`
-is the mean over all evaluations of the run. The table of docs/corrections.md is printed at the end.
+synchronous run, K = 0, uses none: it is the limit. Rewards take no time here, so that nearly every
+trained token is K updates old: the worst case. `after` is the held-out sampled accuracy after the
+last step. The table of docs/corrections.md is printed at the end.
 
 roles.csv (`--ranks`): samples per second of the synchronous loop on one process, and of a rank that
-samples beside a rank that learns, at most two updates late. Rewards take a log-normal time (mean
-0.25 s, sigma 1). Both train on the same number of samples. Accuracy is that of 512 held-out sums
-after training; samples per second cover all steps except the first five.
+samples beside a rank that learns, at most two updates late, on the same number of samples. Rewards
+take a log-normal time (mean 0.25 s, sigma 1). The first five steps are not timed.
 """
 
 from __future__ import annotations
@@ -29,20 +27,9 @@ from statistics import mean
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from bench.harness import (  # noqa: E402
-    REPO,
-    RESULTS,
-    Row,
-    command_line,
-    describe_machine,
-    make_parser,
-    read_table,
-    replace_rows,
-    show,
-    train,
-    write_table,
-)
-from bench.learning import REWARD, evaluate_sums, taught_model  # noqa: E402
+
+
+from bench import harness  # noqa: E402
 from rl.data.synthetic.addition_dataset import is_test  # noqa: E402
 from rl.envs import Environment, TurnResult  # noqa: E402
 
@@ -69,32 +56,27 @@ SUMS = (
 
 def measure_correction(seed: int, staleness: int, correction: str, work: Path) -> dict[str, Any]:
     """Return the row of a GRPO run from the taught model."""
-    words = [*(GRPO + SUMS).split(), "--base-model", str(taught_model(seed, work))]
+    words = [*(GRPO + SUMS).split(), "--base-model", str(harness.taught_model(seed, work))]
     words += ["--max-steps-off-policy", str(staleness), *CORRECTIONS[correction].split()]
-    run = train([*words, "--seed", str(seed)], work / "run")
-    correct, greedy = run.values(REWARD), run.values("test/greedy/all/reward/total")
-    ages = run.values("async/age/mean") if staleness else [0]
+    run = harness.train([*words, "--seed", str(seed)], work / "run")
+    correct = run.values(harness.REWARD)
     return {
         "seed": seed,
         "staleness": staleness,
         "correction": correction,
         "before": round(correct[0], 4),
         "after": round(correct[-1], 4),
-        "mean": round(mean(correct[1:]), 4),
-        "least": round(min(correct[1:]), 4),
-        "greedy_after": round(greedy[-1], 4),
-        "age_mean": round(mean(ages), 2),
         "seconds": round(run.seconds, 1),
-        "machine": describe_machine(),
+        "machine": harness.describe_machine(),
     }
 
 
-def order(row: Row) -> tuple[int, int, int]:
+def order(row: harness.Row) -> tuple[int, int, int]:
     correction = list(CORRECTIONS).index(row["correction"])
     return int(row["staleness"]), correction, int(row["seed"])
 
 
-def format_page(rows: Sequence[Row]) -> str:
+def format_page(rows: Sequence[harness.Row]) -> str:
     """Return the page's table: a row per correction, a column per age. A cell holds the mean of
     `after` over the seeds and the worst seed.
     """
@@ -118,7 +100,7 @@ SLOW = (
     f"--no-self-test --environment {Path(__file__)}:SlowSum --renderer plain "
     "--environment-isolation thread"
 )
-DDP = f"-m accelerate.commands.launch --config_file {REPO}/accelerate_configs/ddp.yaml"
+DDP = f"-m accelerate.commands.launch --config_file {harness.REPO}/accelerate_configs/ddp.yaml"
 FORMS = {
     "synchronous, one process": ("", ""),
     "one samples, one learns, two updates late at most": (
@@ -148,41 +130,43 @@ def measure_ranks(seed: int, work: Path) -> list[dict[str, Any]]:
     """Return the rows of both forms; the first is the reference of `times_synchronous`."""
     rows: list[dict[str, Any]] = []
     for form, (launcher, flags) in FORMS.items():
-        words = [*(GRPO + SLOW).split(), "--base-model", str(taught_model(0, work))]
+        words = [*(GRPO + SLOW).split(), "--base-model", str(harness.taught_model(0, work))]
         words += [*flags.split(), "--seed", str(seed)]
-        run = train(words, work / "run", [sys.executable, *launcher.split()])
+        run = harness.train(words, work / "run", [sys.executable, *launcher.split()])
         timed = run.rows[SKIPPED:]
         rate = len(timed) * GROUPS * SIZE / sum(row["time/step"] for row in timed)
-        accuracy = evaluate_sums(work / "run" / "checkpoints" / "grpo-final" / "model")
+        accuracy = harness.evaluate_sums(work / "run" / "checkpoints" / "grpo-final" / "model")
         row = {"seed": seed, "form": form, "samples": RANK_STEPS * GROUPS * SIZE}
         row |= {"samples_per_second": round(rate, 1), "accuracy": round(accuracy, 4)}
         base = rows[0]["samples_per_second"] if rows else rate
-        rows.append({**row, "times_synchronous": round(rate / base, 2), "command": command_line()})
-        show(rows[-1])
+        rows.append(
+            {**row, "times_synchronous": round(rate / base, 2), "command": harness.command_line()}
+        )
+        harness.show(rows[-1])
     return rows
 
 
 def main() -> None:
-    parser, names = make_parser(__doc__, seeds=True), list(CORRECTIONS)
-    parser.add_argument("--staleness", nargs="+", type=int, default=list(STALENESS))
-    parser.add_argument("--corrections", nargs="+", choices=names, default=names)
+    parser, names = harness.make_parser(__doc__, seeds=True), list(CORRECTIONS)
     parser.add_argument("--ranks", action="store_true", help="measure roles.csv instead")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="staleness-") as work:
         if args.ranks:
             os.environ["OMP_NUM_THREADS"] = "1"
             rows = [row for seed in args.seeds for row in measure_ranks(seed, Path(work))]
-            return write_table(RESULTS / "roles.csv", rows)
-        table = RESULTS / "staleness.csv"
-        measured = {order(row) for row in read_table(table)}
+            return harness.write_table(harness.RESULTS / "roles.csv", rows)
+        table = harness.RESULTS / "staleness.csv"
+        measured = {order(row) for row in harness.read_table(table)}
         for seed in args.seeds:
-            for staleness in args.staleness:
-                for name in args.corrections if staleness else ["none"]:
+            for staleness in STALENESS:
+                for name in names if staleness else ["none"]:
                     if (staleness, names.index(name), seed) not in measured:
                         row = measure_correction(seed, staleness, name, Path(work))
-                        show(row)
-                        replace_rows(table, [row], ("seed", "staleness", "correction"), order)
-    print(format_page(read_table(RESULTS / "staleness.csv")))
+                        harness.show(row)
+                        harness.replace_rows(
+                            table, [row], ("seed", "staleness", "correction"), order
+                        )
+    print(format_page(harness.read_table(harness.RESULTS / "staleness.csv")))
 
 
 if __name__ == "__main__":

@@ -3,25 +3,19 @@ learned and how far each sampler's logprobs are from the learner's.
 
     # writes bench/results/vllm_learns.csv, a row as soon as it is measured; keeps existing rows
     python bench/vllm_learns.py --server http://localhost:8000
-    python bench/vllm_learns.py --server http://localhost:8000 --seeds 0 --kinds lora
 
 docs/vllm.md has the command that starts a server, here of a model of the shape of tiny:ascii
 (--model FOLDER writes one).
 
-The task has the form of GSM8K: a question in words, an answer that ends in `#### N`, and the reward
-`gsm8k`. A question is one of four texts about the sum of two one-digit numbers, so that a model of
-0.43M parameters learns it in minutes. SFT trains tiny:ascii on answers of which a share `NOISE` has
-a wrong sum, once per seed. From that checkpoint GRPO runs for STEPS steps in fp32: all weights or
-LoRA, either sampler. `vllm, off-policy` is the asynchronous schedule. The training set is as long
-as the stage, so that every problem is trained exactly once.
+The task has the form of GSM8K: questions about the sum of two one-digit numbers, answers that end
+in `#### N`. SFT trains tiny:ascii on answers of which a share `NOISE` has a wrong sum, once per
+seed. From that checkpoint GRPO runs for STEPS steps in fp32. `vllm, off-policy` is the asynchronous
+schedule. The training set is as long as the stage, so that every problem is trained exactly once:
+`missing` counts samples that were not trained, `repeated` those that were trained again.
 
-Columns: `before` and `after` are the held-out accuracy of sampled answers, `greedy_before` and
-`greedy_after` that of greedy ones. `missing` counts samples that were not trained, `repeated` those
-that were trained again, `age` is the largest age of a token in updates. `difference` is the largest
-difference in nats between the sampler's logprob of a token and the learner's, over all steps after
-20 updates. It is empty for an asynchronous run, whose tokens are of older weights. `kl` is the
-largest `optim/kl_sample_train_v2`. `tokens_per_s` is sampled tokens by the seconds of sampling
-(`time/sample`, loads of weights included), `seconds` the wall clock of the whole command.
+`difference` is the largest difference in nats between the sampler's logprob of a token and the
+learner's, over all steps after 20 updates; it is empty for an asynchronous run, whose tokens are of
+older weights. `tokens_per_s` is sampled tokens by the seconds of sampling, loads of weights included.
 """
 
 from __future__ import annotations
@@ -38,17 +32,7 @@ from typing import Any
 import numpy as np
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from bench.harness import (  # noqa: E402
-    GREEDY,
-    HELD_OUT,
-    RESULTS,
-    describe_machine,
-    make_parser,
-    read_table,
-    replace_rows,
-    show,
-    train,
-)
+from bench import harness  # noqa: E402
 from rl.reporting import list_update_files, read_update_file  # noqa: E402
 
 BASE = "tiny:ascii"
@@ -102,7 +86,7 @@ def train_base(seed: int, parent: Path) -> Path:
     if (folder / "checkpoints" / "sft-final").is_dir():
         return folder
     data = write_problems(parent / f"sft-{seed}.jsonl", SFT_ROWS, NOISE, seed)
-    train([*SFT.split(), "--dataset", str(data), "--seed", str(seed)], folder)
+    harness.train([*SFT.split(), "--dataset", str(data), "--seed", str(seed)], folder)
     return folder
 
 
@@ -141,8 +125,8 @@ def run_grpo(key: tuple[int, str, str], server: str, parent: Path) -> dict[str, 
     words += ["--dataset", str(data), "--eval-dataset", str(held_out), *KINDS[kind].split()]
     words += SAMPLERS[sampler].format(server=server).split()
     folder = parent / f"{seed}-{kind}-{list(SAMPLERS).index(sampler)}"
-    run, is_async = train(words, folder), "off-policy" in sampler
-    accuracy, greedy = run.values(HELD_OUT), run.values(GREEDY)
+    run, is_async = harness.train(words, folder), "off-policy" in sampler
+    accuracy = run.values(harness.HELD_OUT)
     tokens, seconds = run.values("sampler/emitted_tokens"), run.values("time/sample")
     missing, repeated = count_samples(folder)
     return {
@@ -151,9 +135,6 @@ def run_grpo(key: tuple[int, str, str], server: str, parent: Path) -> dict[str, 
         "sampler": sampler,
         "before": round(accuracy[0], 4),
         "after": round(accuracy[-1], 4),
-        "greedy_before": round(greedy[0], 4),
-        "greedy_after": round(greedy[-1], 4),
-        "samples": round(sum(run.values("sampler/finished_samples"))),
         "missing": missing,
         "repeated": repeated,
         "age": round(max(run.values("async/age/max"))) if is_async else 0,
@@ -161,7 +142,7 @@ def run_grpo(key: tuple[int, str, str], server: str, parent: Path) -> dict[str, 
         "kl": f"{max(map(abs, run.values('optim/kl_sample_train_v2'))):.1e}",
         "tokens_per_s": round(sum(tokens) / sum(seconds)),
         "seconds": round(run.seconds, 1),
-        "machine": describe_machine(),
+        "machine": harness.describe_machine(),
     }
 
 
@@ -179,24 +160,22 @@ def write_model(folder: Path) -> None:
 
 
 def main() -> None:
-    parser, names = make_parser(__doc__, True, RESULTS / "vllm_learns.csv"), list(SAMPLERS)
+    parser = harness.make_parser(__doc__, True, harness.RESULTS / "vllm_learns.csv")
     parser.add_argument("--server", help="address of a vLLM server")
     parser.add_argument("--model", type=Path, help="write a model for the server, and end")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--samplers", nargs="+", choices=names, default=names)
     args = parser.parse_args()
     if args.model is not None:
         return write_model(args.model)
     if args.server is None:
         parser.error("--server is required")
-    measured = {order_row(row) for row in read_table(args.output)}
+    measured = {order_row(row) for row in harness.read_table(args.output)}
     with tempfile.TemporaryDirectory(prefix="vllm-learns-") as parent:
         for seed, (number, pair) in itertools.product(args.seeds, enumerate(ORDER)):
-            selected = pair[0] in args.kinds and pair[1] in args.samplers
-            if selected and (seed, number) not in measured:
+            is_async = "off-policy" in pair[1]  # measured with the first seed alone
+            if (seed, number) not in measured and (seed == args.seeds[0] or not is_async):
                 row = run_grpo((seed, *pair), args.server, Path(parent))
-                show(row)
-                replace_rows(args.output, [row], ("seed", "weights", "sampler"), order_row)
+                harness.show(row)
+                harness.replace_rows(args.output, [row], ("seed", "weights", "sampler"), order_row)
 
 
 if __name__ == "__main__":

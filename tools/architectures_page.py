@@ -99,7 +99,8 @@ def page(rows: Sequence[Row], seeing: Sequence[Row] = ()) -> str:
 
 
 def _seeing(rows: Sequence[Row]) -> list[str]:
-    """Return the lines about vision-language models, measured by bench/architectures_seeing.py."""
+    """Return the lines about vision-language models, measured by
+    tests/models/test_architectures_seeing.py."""
     kinds = {
         kind: [f"`{row['architecture']}`" for row in rows if row["images"].startswith(kind)]
         for kind in SEES
@@ -112,7 +113,7 @@ def _seeing(rows: Sequence[Row]) -> list[str]:
     head = [
         "## Models that see",
         "",
-        f"{len(rows)} vision-language architectures (`bench/architectures_seeing.py`).",
+        f"{len(rows)} vision-language architectures (`tests/models/test_architectures_seeing.py`).",
         "",
     ]
     return [

@@ -8,8 +8,9 @@ Held-out games are against random moves, so that the figures of all steps are co
 docs/games.md lists the games and the players.
 
 Seen with seed 0, in 127 s of a CPU core: against random moves, won 0.50 -> 0.47, lost 0.47 -> 0.52.
-These sizes show how it works and are too small to improve. With those of bench/learning.py, and
-random moves as opponent, games lost fell from 0.094 to 0.012 (docs/games.md).
+These sizes show how it works and are too small to improve. With those of
+tests/trainer/test_recipes_learn.py, and random moves as opponent, games lost fell from 0.094 to
+0.012 (docs/games.md).
 """
 
 import argparse

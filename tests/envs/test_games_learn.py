@@ -16,7 +16,7 @@ HIGH = 4  # numbers; the environment's limit is floor(log2 4) + 1 guesses
 @pytest.mark.slow
 @pytest.mark.campaign
 def test_guess_number_is_learnt(tmp_path):
-    """bench/learning.py has the longer proofs for the other games."""
+    """tests/trainer/test_recipes_learn.py has the longer proofs for the other games."""
     base, data = "tiny:ascii-small", tmp_path / "games.jsonl"
     rows = generate_demonstrations(
         resolve_environment("guess_number", high=HIGH), "careless", 1500, seed()

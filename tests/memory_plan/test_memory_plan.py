@@ -11,7 +11,6 @@ from rank_server import run_script
 from test_distributed import run_launch, start_launch
 from transformers import AutoConfig
 
-from bench import scaling
 from rl.algorithms import METHODS
 from rl.config import RunConfig, RunSettings, read_run
 from rl.distributed import FSDPSharding, Sharding, ZeroSharding
@@ -36,6 +35,7 @@ from rl.memory_plan.tracing import HEAD_BLOCKS
 from rl.trainer.memory_report import _describe_launch, find_savings, select_listed
 from rl.trainer.memory_requirements import compute_stage_needs, resolve_launch
 from rl.types import LoraConfig
+from tools import scaling
 
 REPO = Path(__file__).resolve().parents[2]
 MODEL = {

@@ -1,4 +1,4 @@
-"""Test bench/scaling.py on mixtures of experts and vision-language models: its numbers match
+"""Test tools/scaling.py on mixtures of experts and vision-language models: its numbers match
 counted parameters, operations and bytes.
 """
 
@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from traffic_case import LENGTH, ROWS
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from bench import scaling
 from rl.distributed import Sharding, ZeroSharding
 from rl.memory_plan import LaunchShape, ModelSkeleton
 from rl.types import LoraConfig
+from tools import scaling
 
 TOKENS = 8
 

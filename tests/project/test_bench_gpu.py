@@ -16,7 +16,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench import gpu, gpu_compile, gpu_decode, gpu_kernels, gpu_models, gpu_runs, gpu_verdict
+from bench import (
+    gpu,
+    gpu_compile,
+    gpu_decode,
+    gpu_kernels,
+    gpu_models,
+    gpu_runs,
+    gpu_verdict,
+    harness,
+)
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -175,8 +184,8 @@ def test_a_model_that_cannot_be_made_costs_its_own_rows(table, monkeypatch):
         monkeypatch.setattr(module, "make_model", make_model)
     monkeypatch.setattr(gpu_decode, "device_of", lambda dry: "cpu")
     monkeypatch.setattr(gpu_decode, "SIZES_TIMED", ("0.5B", "1.7B", "8B"))
-    sizes = dict.fromkeys(("tiny", "0.5B", "1.7B", "8B"), gpu_models.SIZES["tiny"])
-    monkeypatch.setattr(gpu_models, "SIZES", sizes)
+    sizes = dict.fromkeys(("tiny", "0.5B", "1.7B", "8B"), harness.SIZES["tiny"])
+    monkeypatch.setattr(harness, "SIZES", sizes)
     for name in ("measure_speed", "peer_speed"):
         monkeypatch.setattr(gpu_decode, name, measure)
     monkeypatch.delitem(gpu_models.PEERS, "vllm")
@@ -239,8 +248,8 @@ def test_the_floor_of_a_step_counts_what_it_reads(table, monkeypatch, size):
     """The floor of an untied model leaves out the embedding. It counts adapters, and the prompt of
     a group only once.
     """
-    shape = gpu_models.SIZES["tiny"][1] | {"tie_word_embeddings": size == "tied"}
-    monkeypatch.setitem(gpu_models.SIZES, size, ("Qwen3", shape))
+    shape = harness.SIZES["tiny"][1] | {"tie_word_embeddings": size == "tied"}
+    monkeypatch.setitem(harness.SIZES, size, ("Qwen3", shape))
     decoders = gpu_decode.make_decoders(table, size, "cpu")
     assert list(decoders) == [size, f"{size} LoRA"]
     monkeypatch.setattr(gpu_decode, "BANDWIDTH", 1.0)

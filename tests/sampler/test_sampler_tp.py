@@ -19,7 +19,6 @@ from test_distributed import REPO, run_launch
 from test_sampler_split import ALL, on_ranks, split
 from transformers import AutoConfig
 
-from bench.scaling import config_of
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.distributed import ZeroSharding
@@ -42,6 +41,7 @@ from rl.trainer.memory_report import check_memory, find_savings, report_memory, 
 from rl.trainer.memory_requirements import compute_stage_needs
 from rl.trainer.saved_weights import collect_worker_settings
 from rl.types import LoraConfig
+from tools.scaling import config_of
 
 ADDITION = REPO / "recipes" / "addition.yaml"
 LINE = (

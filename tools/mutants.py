@@ -2,8 +2,8 @@
 tests that execute the mutated line: killed, survived, or out of time.
 
     make test ARGS="--cov=rl --cov=kernels --cov-context=test"   # needs pytest-cov; into .coverage
-    python bench/mutants.py --count 300 --workers 2       # into results/mutants.csv
-    python bench/mutants.py --count 20 --only rl/losses   # of files whose path holds this text
+    python tools/mutants.py --count 300 --workers 2       # into results/mutants.csv
+    python tools/mutants.py --count 20 --only rl/losses   # of files whose path holds this text
 
 Operators: another comparison, arithmetic or boolean operator, a number plus one, the other boolean,
 no `not`, `return None`, a call left out, `continue` for `break`. Mutants are drawn uniformly over

@@ -1,7 +1,7 @@
 """Model step time, memory and traffic of a GRPO step on 1 to 1,024 GPUs.
 
-    python bench/scaling.py              # scaling.csv, scaling.png, expert_parallel.csv: a minute
-    python bench/scaling.py --sampling-rate 7B:2500 --mfu 0.35 --reward-seconds 0.05
+    python tools/scaling.py              # scaling.csv, scaling.png, expert_parallel.csv: a minute
+    python tools/scaling.py --sampling-rate 7B:2500 --mfu 0.35 --reward-seconds 0.05
 
 Memory is that of `train.py --plan`. Sampling, arithmetic, traffic and the driver's work add up,
 because the loop runs them in sequence. The number of answers per GPU is fixed. The rates are inputs,

@@ -1,9 +1,8 @@
-"""Check that methods, games, images and an agent's program learn: each case, with seeds 0, 1 and 2,
+"""Test that methods, games, images and an agent's program learn: each case, with seeds 0, 1 and 2,
 passes a bar, which most models miss before.
 
-    python bench/learning.py                        # all, about three hours on two idle cores
-    python bench/learning.py --only dpo --seeds 0   # a single run (both accept several values)
-    python bench/learning.py --work runs/learning   # keep the runs and reuse their taught models
+    make campaign ARGS="--only learning"       # all, about three hours on two idle cores
+    python -m pytest -m campaign tests/trainer/test_recipes_learn.py -k 0-dpo
 
 reinforce, ppo and dpo start from the same taught model per seed, trained by the first stage of
 recipes/addition.yaml (the recipe of dpo teaches for 450 steps instead of 750); from their recipes
@@ -11,43 +10,41 @@ only the later stages are run. A game has a warm-up on games that an imperfect r
 GRPO. `blind` is recipes/shapes.yaml with the pixels of every image permuted: it must stay below the
 bar that `images` passes. `endpoint` trains a two-turn agent, written as a plain program.
 
-learning.csv has a row for each seed and figure, written after every run: `before` at the first
-evaluation of the stage (distill: of the student), `after` at its last, held out; `passed` if the
-bar lies between them (images: if `after` is above it, blind: below it). `seconds` is the wall clock of the run, start-up included, without the
-training of a shared model. Rows of other cases and seeds stay. The exit code is 1 if a run fails or
-misses its bar.
+With WHETSTONE_TABLES, a folder, each run replaces its rows of learning.csv there: `before` at the
+first evaluation of the stage (distill: of the student), `after` at its last, held out; `passed` if
+the bar lies between them (images: if `after` is above it, blind: below it). `seconds` is the wall
+clock of the run, start-up included, without the training of a shared model.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
-from bench.harness import (  # noqa: E402
+from bench.harness import (
     HELD_OUT,
     REPO,
-    RESULTS,
+    REWARD,
+    SEEDS,
     Run,
     describe_machine,
-    make_parser,
     replace_rows,
-    show,
-    timed_run,
+    select_stages,
+    taught_model,
     train,
+    write_recipe,
 )
 
+TEST = "tests/trainer/test_recipes_learn.py::test_a_run_passes_its_bar"
 PAIRS = "test/rewards/accuracies"
-REWARD = "test/env/all/reward/total"
 LEARNED = "test/env/all/reward/learned"
 
 
@@ -79,45 +76,6 @@ def after_teaching(recipe: str) -> Callable[[int, Path], list[str]]:
     return lambda seed, work: [
         str(select_stages(recipe, 1, None, work)), "--base-model", str(taught_model(seed, work))
     ]  # fmt: skip
-
-
-def select_stages(recipe: str, first: int, last: int | None, folder: Path) -> Path:
-    """Write a recipe with only stages[first:last] of a recipe and its shared settings; return its
-    path.
-    """
-    content = yaml.safe_load((REPO / "recipes" / f"{recipe}.yaml").read_text())
-    return write_recipe(folder, {**content, "stages": content["stages"][first:last]})
-
-
-def write_recipe(folder: Path, content: dict[str, Any]) -> Path:
-    path = folder / f"recipe-{len(list(folder.glob('recipe-*')))}.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
-    return path
-
-
-def taught_model(seed: int, work: Path) -> Path:
-    """Return the weights of the first stage of recipes/addition.yaml, which answers sums, but
-    badly. The model is trained once per seed.
-    """
-    folder = work / f"taught-{seed}"
-    model = folder / "checkpoints" / "sft-final" / "model"
-    if not model.is_dir():
-        train([str(select_stages("addition", 0, 1, work)), "--seed", str(seed)], folder)
-    return model
-
-
-def evaluate_sums(model: Path, samples: int = 1) -> float:
-    """Return the sampled accuracy of weights on 512 held-out sums."""
-    # Evaluate a copy outside the run's folder; otherwise evaluate.py uses the run's environment.
-    with tempfile.TemporaryDirectory() as folder:
-        weights, result = Path(folder, "model"), Path(folder, "result.json")
-        shutil.copytree(model, weights)
-        words = (
-            f"evaluate.py {weights} --dataset addition --reward exact_match --limit 512 --samples "
-            f"{samples} --renderer plain --temperature 1 --max-tokens 4 --output {result}"
-        )
-        timed_run([sys.executable, *words.split()])
-        return float(json.loads(result.read_text())["correct"])
 
 
 def blind(seed: int, work: Path) -> list[str]:
@@ -307,36 +265,25 @@ def judge(name: str, seed: int, check: Check, run: Run) -> dict[str, Any]:
         "passed": reached and (check.since is None or not early),
         "seconds": round(run.seconds, 1),
         "machine": describe_machine(),
-        "command": f"python bench/learning.py --only {name} --seeds {seed}",
+        "command": f"python -m pytest -m campaign {TEST}[{seed}-{name}]",
     }
 
 
-def main() -> int:
-    parser = make_parser(__doc__, seeds=True, output=RESULTS / "learning.csv")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--work", type=Path, help="keep the runs in this folder")
-    args = parser.parse_args()
-    bad = 0
-    with tempfile.TemporaryDirectory(prefix="learning-") as temporary:
-        work = (args.work or Path(temporary)).resolve()
-        work.mkdir(parents=True, exist_ok=True)
-        for seed in args.seeds:
-            for name in args.only:
-                words, checks = CASES[name]
-                try:
-                    run = train([*words(seed, work), "--seed", str(seed)], work / f"{name}-{seed}")
-                except (RuntimeError, subprocess.CalledProcessError) as error:
-                    print(f"{name}, seed {seed}: FAILED: {error}", flush=True)
-                    bad += 1
-                    continue
-                rows = [judge(name, seed, check, run) for check in checks]
-                order = lambda row: (list(CASES).index(row["case"]), int(row["seed"]))  # noqa: E731
-                replace_rows(args.output, rows, ("case", "seed"), order)
-                bad += sum(not row["passed"] for row in rows)
-                for row in rows:
-                    show(row)
-    return int(bad > 0)
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of all runs, in which a taught model is made once per seed."""
+    return tmp_path_factory.mktemp("learning")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.campaign
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_passes_its_bar(name: str, seed: int, work: Path) -> None:
+    words, checks = CASES[name]
+    run = train([*words(seed, work), "--seed", str(seed)], work / f"{name}-{seed}")
+    rows = [judge(name, seed, check, run) for check in checks]
+    if folder := os.environ.get("WHETSTONE_TABLES"):
+        order = lambda row: (list(CASES).index(row["case"]), int(row["seed"]))  # noqa: E731
+        replace_rows(Path(folder) / "learning.csv", rows, ("case", "seed"), order)
+    assert all(row["passed"] for row in rows), rows

@@ -1,7 +1,7 @@
 """Run tinker-cookbook's rl_basic with its rollouts in a pool of processes. No flag of rl_basic
 selects this: `rollout_executor` is an argument.
 
-bench/cookbook_client.py runs this file in the clients' environment, with the arguments of rl_basic.
+tests/integrations/cookbook_client.py runs this file in the clients' environment, with the arguments of rl_basic.
 """
 
 import asyncio

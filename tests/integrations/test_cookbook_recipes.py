@@ -1,34 +1,36 @@
-"""Run tinker-cookbook's recipes against serve.py: unmodified files of the package, with other
-settings and local data.
+"""Test that unmodified recipes of tinker-cookbook run against serve.py, with other settings and
+local data.
 
-    python bench/cookbook.py --python /path/to/env-with-tinker-cookbook/bin/python
-        [--only "rl_loop;sl_loop"] [--data DATA]
+    WHETSTONE_COOKBOOK=/path/to/env/bin/python python -m pytest -m campaign \\
+        tests/integrations/test_cookbook_recipes.py
 
-The script makes a working folder in which names of the hub are folders (tokenizers, data sets of
-DATA). It starts a server of tiny models under the names that recipes know and runs each recipe for
-a few steps. It adds a row per recipe to bench/results/cookbook.csv: the outcome, the seconds, and
-the last values in metrics.jsonl. The script downloads nothing.
+WHETSTONE_COOKBOOK is the Python of an environment with tinker 0.38.0 and tinker-cookbook 0.6.1. A
+working folder holds folders under the hub's names (tokenizers, data sets). A server of tiny models
+answers under the names that recipes know, and each recipe runs for a few steps. With
+WHETSTONE_TABLES, a folder, each recipe replaces its row of cookbook.csv there: the outcome, the
+seconds and the last values in metrics.jsonl. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+import pytest
+from cookbook_services import FakeServiceServer, start_chroma
+from cookbook_world import CODER, NAMES, SEARCHER, STUDENT, TEACHER, lay_out
 
-from bench.cookbook_services import FakeServiceServer, start_chroma  # noqa: E402
-from bench.cookbook_world import CODER, NAMES, SEARCHER, STUDENT, TEACHER, lay_out  # noqa: E402
-from bench.harness import REPO, RESULTS, replace_rows  # noqa: E402
+from bench.harness import DATA, REPO, JsonProcess, read_jsonl, replace_rows
 
+PYTHON = os.environ.get("WHETSTONE_COOKBOOK", "")
+SECONDS = 120.0  # that a recipe may take
 PACKAGE = "tinker_cookbook.recipes"
 
 # Settings that several recipes share, then the recipes: name | module | settings. A line that is
@@ -122,206 +124,129 @@ def read_recipes() -> dict[str, tuple[str, list[str]]]:
         values[name] = Template(words).substitute(values)
     rows = (line.split(" | ") for line in TABLE.replace("\n    ", " ").strip().splitlines())
     return {
-        name: (module.strip(), Template(settings[0] if settings else "").substitute(values).split())
+        name: (module.strip(), Template(" ".join(settings)).substitute(values).split())
         for name, module, *settings in rows
     }
 
 
 RECIPES = read_recipes()
 TYPED = {"decisions demo": "How do I install the package?\n"}  # stdin, as a user types it
+REFUSED = {"rl_loop stable_reinforce": "stable_reinforce"}  # recipe -> a word of its last line
+METRICS = (
+    "env/all/reward/total test/env/all/reward/total reward/total env/all/correct "
+    "optim/kl_sample_train_v1 kl_pre_post grad_norm train_mean_nll test/nll dpo_loss accuracy "
+    "teacher_kl kl_policy_base train/loss train/accuracy test/brier_reward"
+).split()
 
 
-def start_server(work: Path, log: Path) -> tuple[subprocess.Popen, str]:
-    stands_on = {name: "model" for name in NAMES} | {CODER: "coder", SEARCHER: "searcher"}
-    bases = [
-        word
-        for name, model in stands_on.items()
-        for word in ("--base-model", f"{name}={work / model},{(work / name).resolve()}")
-    ]
-    command = [
-        sys.executable,
-        str(REPO / "serve.py"),
-        *bases,
-        "--port",
-        "0",
-        "--output-dir",
-        tempfile.mkdtemp(prefix="served-", dir=work),
-    ]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, cwd=work
-    )
-    assert process.stdout is not None
+def start_server(work: Path) -> tuple[subprocess.Popen, str]:
+    """Start serve.py with the tiny models under their names; return the process and its address."""
+    models = {name: "model" for name in NAMES} | {CODER: "coder", SEARCHER: "searcher"}
+    command = [sys.executable, str(REPO / "serve.py"), "--port", "0"]
+    command += ["--output-dir", tempfile.mkdtemp(prefix="served-", dir=work)]
+    for name, model in models.items():
+        command += ["--base-model", f"{name}={work / model},{(work / name).resolve()}"]
+    log = work / "server.log"
+    pipes = {"stdout": subprocess.PIPE, "stderr": log.open("w")}
+    process = subprocess.Popen(command, text=True, cwd=work, **pipes)
     for line in process.stdout:
         if line.startswith("serving"):
             return process, line.split(" at ")[1].strip()
-    raise SystemExit(f"the server ended: {log.read_text()}")
+    raise RuntimeError(f"the server ended: {log.read_text()}")
 
 
-class Client:
-    """Run recipes in the environment that has tinker-cookbook, through a process
-    (bench/cookbook_client.py) that forks for each recipe.
-    """
-
-    def __init__(self, python: str, url: str, work: Path, services: dict[str, str]):
-        environment = {
-            **os.environ,
-            "TINKER_BASE_URL": url,
-            "TINKER_API_KEY": "tml-local-key-of-a-bench",
-            "HF_HUB_OFFLINE": "1",
-            "WANDB_MODE": "disabled",
-            "TINKER_TELEMETRY": "0",
-            "HF_HOME": str(work / "hf"),
-            "TINKER_COOKBOOK_RUNS_DIR": str(work / "logs"),
-            "HOME": str(work),
-            **services,
-        }
-        command = [python, str(REPO / "bench" / "cookbook_client.py")]
-        self.process = subprocess.Popen(
-            command,
-            cwd=work,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, **request: object) -> int:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        return json.loads(self.process.stdout.readline())["code"]
-
-
-METRICS = (
-    "env/all/reward/total",
-    "test/env/all/reward/total",
-    "reward/total",
-    "env/all/correct",
-    "optim/kl_sample_train_v1",
-    "kl_pre_post",
-    "grad_norm",
-    "train_mean_nll",
-    "test/nll",
-    "dpo_loss",
-    "accuracy",
-    "teacher_kl",
-    "kl_policy_base",
-    "train/loss",
-    "train/accuracy",
-    "test/brier_reward",
-)
+def start_client(url: str, work: Path, services: dict[str, str]) -> JsonProcess:
+    """Start the process in the clients' environment that forks for each recipe."""
+    env = {
+        "TINKER_BASE_URL": url,
+        "TINKER_API_KEY": "tml-local-key-of-a-bench",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+        "TINKER_TELEMETRY": "0",
+        "HF_HOME": str(work / "hf"),
+        "TINKER_COOKBOOK_RUNS_DIR": str(work / "logs"),
+        "HOME": str(work),
+    }
+    command = [PYTHON, str(Path(__file__).with_name("cookbook_client.py"))]
+    return JsonProcess(command, {**os.environ, **env, **services}, cwd=work)
 
 
 def folder_of(name: str, work: Path) -> Path:
     """Return the folder into which a recipe writes; a resumed recipe shares the folder of the
     original run.
     """
-    return (
-        work
-        / "logs"
-        / (
-            "rlhf-bench"
-            if "rlhf" in name
-            else name.removesuffix(", resumed").replace(" ", "-").replace(",", "")
-        )
-    )
+    folder = name.removesuffix(", resumed").replace(" ", "-").replace(",", "")
+    return work / "logs" / ("rlhf-bench" if "rlhf" in name else folder)
 
 
-def seen_of(name: str, work: Path) -> tuple[int, str]:
+def read_metrics(name: str, work: Path) -> tuple[int, str]:
     """Return the number of metrics rows that a recipe wrote, and the last values of METRICS."""
     files = sorted(folder_of(name, work).rglob("metrics.jsonl"))
-    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-    last = {
-        key: value for row in rows for key, value in row.items() if isinstance(value, (int, float))
-    }
+    rows = [row for file in files for row in read_jsonl(file)]
+    last = {k: v for row in rows for k, v in row.items() if isinstance(v, int | float)}
     return len(rows), "; ".join(f"{key} {last[key]:.4g}" for key in METRICS if key in last)
 
 
 def extract_results(text: list[str]) -> str:
     """Return the results that a recipe without metrics printed."""
-    result = re.findall(
-        r"\w*'?(?:accuracy|billing|sdk|console|cookbook)[\"']?: (?:nan|[\d.]+)", " ".join(text)
-    )
-    return "; ".join(dict.fromkeys(word.replace('"', "").replace("'", "") for word in result))
+    figure = r"\w*'?(?:accuracy|billing|sdk|console|cookbook)[\"']?: (?:nan|[\d.]+)"
+    words = (re.sub("[\"']", "", word) for word in re.findall(figure, " ".join(text)))
+    return "; ".join(dict.fromkeys(words))
 
 
-def run(name: str, client: Client, work: Path, seconds: float, chroma: int) -> dict[str, str]:
+def run(name: str, client: JsonProcess, work: Path, chroma: int) -> dict[str, str]:
+    """Return the row of a recipe."""
     module, settings = RECIPES[name]
-    module = (
-        module if module.startswith(("tinker_cookbook.", "cookbook_")) else f"{PACKAGE}.{module}"
-    )
+    if not module.startswith(("tinker_cookbook.", "cookbook_")):
+        module = f"{PACKAGE}.{module}"
     logs = folder_of(name, work)
     logged = "rlhf" not in name and name != "decisions demo" and ".eval." not in module
-    arguments = [word.replace("CHROMA", str(chroma)) for word in settings] + [
-        f"log_path={logs}"
-    ] * logged
+    arguments = [word.replace("CHROMA", str(chroma)) for word in settings]
+    arguments += [f"log_path={logs}"] * logged
     begin, out = time.monotonic(), work / f"{logs.name}.out"
-    code = client.run(
-        module=module, arguments=arguments, out=str(out), seconds=seconds, typed=TYPED.get(name, "")
-    )
+    request = {"module": module, "arguments": arguments, "typed": TYPED.get(name, "")}
+    code = client.ask(out=str(out), seconds=SECONDS, **request)["code"]
     took = time.monotonic() - begin
     text = [line.strip() for line in out.read_text().splitlines() if line.strip()]
-    rows, seen = seen_of(name, work) if logged or "rlhf" in name else (0, extract_results(text))
-    outcome = "ran" if code == 0 else "out of time" if code == 124 else "stopped"
-    why = "" if code == 0 else (text[-1] if text else "").replace(f"{work}/", "")[:240]
-    print(f"{name}: {outcome} in {took:.0f} s, {rows} rows of metrics. {seen} {why}", flush=True)
+    has_metrics = logged or "rlhf" in name
+    rows, seen = read_metrics(name, work) if has_metrics else (0, extract_results(text))
     return {
         "recipe": name,
         "module": module,
-        "outcome": outcome,
+        "outcome": {0: "ran", 124: "out of time"}.get(code, "stopped"),
         "seconds": f"{took:.0f}",
         "rows": str(rows),
         "seen": seen,
-        "why": why,
+        "why": "" if code == 0 else (text or [""])[-1].replace(f"{work}/", "")[:240],
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--python",
-        required=True,
-        help="of an environment with tinker 0.38.0 and tinker-cookbook 0.6.1",
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        default=Path(os.environ.get("WHETSTONE_DATA", REPO.parent / "shared" / "data")),
-    )
-    parser.add_argument(
-        "--only", help="some of them, separated by ;: by default all", default=";".join(RECIPES)
-    )
-    parser.add_argument("--seconds", type=float, default=120.0, help="that one recipe may take")
-    parser.add_argument("--work", type=Path, help="keep the working folder here")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        work = args.work or Path(temporary)
-        work.mkdir(parents=True, exist_ok=True)
-        if not (work / "openai").exists():
-            lay_out(work, args.data.resolve(), problems=12)
-        server, url = start_server(work, work / "server.log")
-        stand = FakeServiceServer()
-        chroma, port = (
-            start_chroma(args.python, work) if "search_tool" in args.only.split(";") else (None, 0)
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[JsonProcess, Path, int]]:
+    """Yield the clients' process, the working folder and Chroma's port."""
+    work = tmp_path_factory.mktemp("cookbook")
+    lay_out(work, DATA.resolve(), problems=12)
+    server, url = start_server(work)
+    services = FakeServiceServer()
+    chroma, port = start_chroma(PYTHON, work)
+    client = start_client(url, work, services.environment(work))
+    yield client, work, port
+    for process in (client.process, server, chroma):
+        process.terminate()
+        process.wait(60)
+    services.close()
+
+
+@pytest.mark.campaign
+@pytest.mark.extras
+@pytest.mark.skipif(not PYTHON, reason="WHETSTONE_COOKBOOK names no Python with tinker-cookbook")
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs(name: str, world: tuple[JsonProcess, Path, int]) -> None:
+    row = run(name, *world)
+    if folder := os.environ.get("WHETSTONE_TABLES"):
+        order = list(RECIPES).index
+        replace_rows(
+            Path(folder) / "cookbook.csv", [row], ("recipe",), lambda r: order(r["recipe"])
         )
-        client = Client(args.python, url, work, stand.environment(work))
-        try:
-            for name in args.only.split(";"):
-                row = run(name, client, work, args.seconds, port)
-                replace_rows(
-                    RESULTS / "cookbook.csv",
-                    [row],
-                    ("recipe",),
-                    lambda row: list(RECIPES).index(row["recipe"]),
-                )
-            print(f"asked of the stand-ins: {stand.counts}")
-        finally:
-            for process in (client.process, server, *([chroma] if chroma else [])):
-                process.terminate()
-                process.wait(60)
-            stand.close()
-
-
-if __name__ == "__main__":
-    main()
+    assert row["outcome"] == ("stopped" if name in REFUSED else "ran"), row
+    assert REFUSED.get(name, "") in row["why"]
