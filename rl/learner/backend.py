@@ -57,8 +57,8 @@ class Backend(abc.ABC):
     def step(self, params: AdamParams) -> tuple[float, bool]:
         """Return (gradient norm before clipping, whether an update was made).
 
-        No update is made if the gradient is not finite. The host reads the norm once, before the
-        update, and a GPU has nothing to do until then.
+        No update is made if the gradient is not finite. The host therefore waits for the norm
+        before it launches the update.
         """
         norm = self._reduce_gradients()
         value = float(norm)

@@ -396,10 +396,11 @@ class Learner:
         Outputs are logprobs, entropy and values. `use_adapters`: False scores with the LoRA adapter
         disabled, like the base model; never together with `backward`.
 
-        The host reads nothing from a GPU before the last micro-batch is launched, with these
-        exceptions: a loss without `gradient_fields` (LossSpec) and soft targets under a trained
-        head wait once in each backward, flash_attn in each layer (transformers looks for the
-        sequences of a row).
+        The host reads no result before the last micro-batch is launched: losses, outputs and sums
+        stay on the device. Exceptions, which wait for a GPU in each micro-batch: the backward of a
+        loss without `gradient_fields` (LossSpec), the backward of soft targets under a trained
+        head, and layers that read on the host themselves (flash_attn on packed rows, images,
+        experts).
 
         Raises FloatingPointError if the loss is not finite; the gradients since the last step are
         dropped then. Raises OtherRankFailed if another rank failed.
@@ -616,7 +617,8 @@ class Learner:
         clipping.
 
         Without a gradient (no datum since the last step) nothing changes, and `skipped` is 1. A
-        gradient that is not finite is dropped, nothing changes, and `skipped_nonfinite` is 1.
+        gradient that is not finite is dropped, nothing changes, and `skipped_nonfinite` is 1. To
+        know that, the host waits for the norm once, before it launches the update.
         """
         if not self.has_gradient:
             return {"grad_norm": 0.0, "skipped": 1.0}

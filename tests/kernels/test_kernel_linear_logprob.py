@@ -383,6 +383,8 @@ def test_wrong_inputs_are_named():
         (lambda: linear_logprob(x, w, y, bias[:3]), "bias is"),
         (lambda: linear_logprob(x, w, y, temperature=0.0), "temperature is 0.0"),
         (lambda: linear_logprob(x, w, y, softcap=-1.0), "softcap is -1.0"),
+        (lambda: linear_logprob(x, w, y, active_rows=y), "needs checked=True"),
+        (lambda: linear_logprob(x, w, y, checked=True, active_rows=y > 0), "active_rows is torch"),
         (lambda: check_same_device("op", a=x, b=w.to("meta")), "b is on meta"),
     ]
     for call, message in cases:
