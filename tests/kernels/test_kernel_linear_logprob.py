@@ -224,9 +224,9 @@ def test_opcheck(plan):
         outputs = forward_op(x, w, y, bias, 0.7, 3.0, -100, True, plan)
         need = [True, plan not in ("expected", "none"), False]
         upstream = torch.randn(3, 5)
-        torch.library.opcheck(
-            backward_op, (*upstream, x, w, y, bias, *outputs, 0.7, 3.0, -100, plan, need)
-        )
+        arguments = (*upstream, x, w, y, bias, *outputs, 0.7, 3.0, -100, plan, need)
+        torch.library.opcheck(backward_op, arguments)
+        torch.library.opcheck(backward_op, (*arguments, 0, torch.tensor([1, 3])))
 
 
 def test_defect_8_a_changed_input_is_noticed():
