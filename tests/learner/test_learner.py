@@ -287,7 +287,7 @@ def test_the_layout_is_chosen_by_the_work_it_makes():
 
 
 def test_the_mask_of_a_micro_batch_is_built_once(monkeypatch):
-    datums, builds = random_datums(6), []
+    datums, builds, model = random_datums(6), [], make_worker().learners[0].model
     batch = collate(datums, [[0, 1], [2], [3]], "shared")
     build = PackedBatch.attention_mask.fget
 
@@ -296,7 +296,7 @@ def test_the_mask_of_a_micro_batch_is_built_once(monkeypatch):
         return build(batch)
 
     monkeypatch.setattr(PackedBatch, "attention_mask", property(count))
-    mask = batch.make_model_inputs(make_worker().learners[0].model)["attention_mask"]
+    mask = batch.make_model_inputs(model)["attention_mask"]
     assert len(builds) == 1 and torch.equal(mask, build(batch))
 
 
