@@ -98,10 +98,12 @@ def _forward(
     plan: str,
     checked: bool = False,
     frozen_columns: int = 0,
+    active_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return logp, entropy, lse (float32 [T]) and the tensors that the plan saves.
 
-    Rows with a target of ignore_index are excluded from the work.
+    Rows with a target of ignore_index are excluded from the work. `active_rows` is only for the
+    backward.
     """
     head, tokens = HeadConfig(temperature, softcap), hidden.shape[0]
     rows = None if checked else find_target_rows(NAME, target, weight.shape[0], ignore_index)
@@ -149,6 +151,7 @@ def _(
     plan,
     checked=False,
     frozen_columns=0,
+    active_rows=None,
 ):
     logp, ent, lse = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(3))
     return logp, ent, lse, *_empty_saved_tensors(hidden, weight.shape[0], plan)
@@ -224,14 +227,19 @@ def _gradients(
     plan: str,
     need: list[bool],
     frozen_columns: int = 0,
+    active_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of hidden, weight and bias (size 0 if `need` is False).
 
-    Rows without upstream gradient cost nothing.
+    Rows without upstream gradient cost nothing; with `active_rows`, rows outside them.
     """
     head, used = HeadConfig(temperature, softcap), target != ignore_index
     co = compute_coefficients(g_logp, g_entropy, g_lse, entropy)
-    rows, count, curved = _find_active_rows(co, used, g_entropy is None and g_lse is None)
+    if active_rows is None:
+        rows, count, curved = _find_active_rows(co, used, g_entropy is None and g_lse is None)
+    else:
+        count, curved = len(active_rows), co.c is not None
+        rows = None if count == len(hidden) else active_rows
     if count == 0:
         return _replace_none(hidden, _zero_gradients((hidden, weight, bias), need))
     co = GradientCoefficients(
@@ -300,6 +308,7 @@ def _(
     plan,
     need,
     frozen_columns=0,
+    active_rows=None,
 ):
     shapes = zip((hidden, weight, bias), need, strict=True)
     return tuple(
@@ -313,12 +322,10 @@ def _(
 
 def _setup_context(ctx, inputs, output) -> None:
     """Save the inputs and outputs that the backward needs."""
-    hidden, weight, target, bias, temperature, softcap, ignore_index, _, plan, _, frozen_columns = (
-        inputs
-    )
-    ctx.save_for_backward(hidden, weight, target, bias, *output)
+    hidden, weight, target, bias, temperature, softcap, ignore_index, _, plan, *rest = inputs
+    _, ctx.frozen_columns, active_rows = rest
+    ctx.save_for_backward(hidden, weight, target, bias, *output, active_rows)
     ctx.settings = (temperature, softcap, ignore_index, plan)
-    ctx.frozen_columns = frozen_columns
     ctx.mark_non_differentiable(*output[3:])
     # The gradient of an unused output is None in the backward instead of zeros, and its terms are
     # skipped.
@@ -328,12 +335,12 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, g_logp, g_entropy, g_lse, *_):
     """Call the backward op and return a gradient for each input of the forward op."""
     need = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    with disable_autocast(ctx.saved_tensors[0]):
-        grads = backward_op(
-            g_logp, g_entropy, g_lse, *ctx.saved_tensors, *ctx.settings, need, ctx.frozen_columns
-        )
+    *saved, active_rows = ctx.saved_tensors
+    upstream = (g_logp, g_entropy, g_lse)
+    with disable_autocast(saved[0]):
+        grads = backward_op(*upstream, *saved, *ctx.settings, need, ctx.frozen_columns, active_rows)
     dx, dw, db = (grad if needed else None for grad, needed in zip(grads, need, strict=True))
-    return dx, dw, None, db, *[None] * 7
+    return dx, dw, None, db, *[None] * 8
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
@@ -392,6 +399,24 @@ def _compute_small_problem(
     )
 
 
+def _check_active_rows(active_rows: Tensor | None, checked: bool) -> None:
+    """Check the rows that may have a gradient.
+
+    Raises ValueError for another shape or dtype than int64 [N], or if targets may be ignored.
+    """
+    if active_rows is None:
+        return
+    if active_rows.dim() != 1 or active_rows.dtype != torch.int64:
+        raise ValueError(
+            f"{NAME}: active_rows is {active_rows.dtype} {tuple(active_rows.shape)}; expected "
+            "int64 [N], the positions of tokens that may have a gradient"
+        )
+    if not checked:
+        raise ValueError(
+            f"{NAME}: active_rows needs checked=True, as a target that is ignored has no gradient"
+        )
+
+
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
@@ -405,6 +430,7 @@ def linear_logprob(
     saved_bytes: int | None = None,
     checked: bool = False,
     frozen_columns: int = 0,
+    active_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the target's logprob, the entropy and the log-sum-exp of each token under
     softmax(logits), as float32.
@@ -429,13 +455,16 @@ def linear_logprob(
             for the device; then nothing is checked and no position is ignored.
         frozen_columns: this many first columns of `weight` need no gradient and get zeros (the base
             of a head with LoRA), unless T x V is so small that torch's operations are used.
+        active_rows: int64 [N], ascending, the only tokens (of the flattened ones) that may have an
+            upstream gradient other than 0: every other token is excluded from the backward's work.
+            Only with `checked`. None: the backward finds the tokens, for which it waits for a GPU.
     Returns:
         logp, entropy (both in nats) and lse (of the logits), each [...]. Gradients flow through all
         three, for any upstream gradient; tokens with an upstream gradient of exactly 0 are excluded
         from the backward's work.
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit. The first target outside
-            [0, V) is named.
+            [0, V) is named. ValueError for `active_rows` without `checked`.
     """
     if type(weight).__name__ == "DTensor":
         raise TypeError(
@@ -447,7 +476,10 @@ def linear_logprob(
     hidden, weight = cast[0], cast[1]  # type: ignore[assignment]
     check_matmul(NAME, hidden, weight, bias)
     check_target(NAME, target, hidden.shape[:-1])
-    check_same_device(NAME, hidden=hidden, weight=weight, target=target, bias=bias)
+    check_same_device(
+        NAME, hidden=hidden, weight=weight, target=target, bias=bias, active_rows=active_rows
+    )
+    _check_active_rows(active_rows, checked)
     if saved_bytes is None:
         saved_bytes = DEFAULT_SAVED_BYTES
     flat = hidden.dim() == 2  # views add autograd nodes, which slow small problems
@@ -472,6 +504,7 @@ def linear_logprob(
                 plan,
                 checked,
                 frozen_columns,
+                active_rows,
             )
     if flat:
         return logp, ent if entropy else None, lse

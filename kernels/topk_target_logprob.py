@@ -75,7 +75,8 @@ def topk_target_logprob(
 
     Gradients are as in linear_logprob. `checked`: every target is known to lie in [0, V), which
     saves a wait for the GPU. `settings`: further arguments of linear_logprob. No position is
-    ignored. Raises ValueError naming the first target outside [0, V).
+    ignored. If the head learns, the backward waits for the GPU once, for the number of distinct
+    targets. Raises ValueError naming the first target outside [0, V).
     """
     cast = cast_for_autocast(hidden_TD, weight_VD)
     hidden, weight = cast[0], cast[1]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -56,17 +57,19 @@ class Backend(abc.ABC):
     def step(self, params: AdamParams) -> tuple[float, bool]:
         """Return (gradient norm before clipping, whether an update was made).
 
-        No update is made if the gradient is not finite.
+        No update is made if the gradient is not finite. The host therefore waits for the norm
+        before it launches the update.
         """
         norm = self._reduce_gradients()
-        finite = bool(torch.isfinite(norm))
+        value = float(norm)
+        finite = math.isfinite(value)
         if finite:
             if params.grad_clip_norm > 0:
                 self._clip_gradients(params.grad_clip_norm, norm)
             set_adam_params(self.adam, params)
             self._apply_update()
         self.drop_gradients()
-        return float(norm), finite
+        return value, finite
 
     @abc.abstractmethod
     def _reduce_gradients(self) -> Tensor:

@@ -70,8 +70,9 @@ def make_shard(
     lengths: Sequence[int] | None,
     group: collectives.RankGroup,
     put: Callable[[np.ndarray], Tensor],
-) -> SequenceShard:
-    """Return this rank's shard of a micro-batch whose columns are padded (`pad_columns`).
+) -> tuple[SequenceShard, np.ndarray]:
+    """Return this rank's shard of a micro-batch whose columns are padded (`pad_columns`), and its
+    `tokens` in host memory.
 
     `token_index`: int64 [T] position of each token in input_ids.flatten(). `lengths`: of the
     sequences of a packed row, else None. `put`: copies an array to the device.
@@ -95,16 +96,18 @@ def make_shard(
         order[held] = rank * most + np.arange(len(held))
     (mine,) = np.nonzero(holder == group.rank)
     padding = (0, most - len(mine))
+    tokens = np.pad(mine, padding)
     part = slice(group.rank * columns, (group.rank + 1) * columns)
-    return SequenceShard(
+    shard = SequenceShard(
         put(np.ascontiguousarray(input_ids[:, part])),
         put(np.ascontiguousarray(position_ids[:, part])),
         put(position_ids),
         None if sequences is None else put(sequences),
         put(np.pad(local[mine], padding)),
-        put(np.pad(mine, padding)),
+        put(tokens),
         put(order),
     )
+    return shard, tokens
 
 
 class _Exchange(torch.autograd.Function):

@@ -91,8 +91,7 @@ def _run(model: Any, parallel: ContextParallel, batch: PackedBatch) -> Tensor:
         with contextlib.ExitStack() as stack:
             if shard is not None:
                 stack.enter_context(parallel.split_attention(inner, shard))
-            if shard is not None or not batch.is_packed:
-                stack.enter_context(skip_packing_search())
+            stack.enter_context(skip_packing_search(batch.sequences))
             model(**batch.make_model_inputs(model), use_cache=False)
     finally:
         hook.remove()

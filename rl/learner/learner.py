@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -409,17 +410,23 @@ class Learner:
         Outputs are logprobs, entropy and values. `use_adapters`: False scores with the LoRA adapter
         disabled, like the base model; never together with `backward`.
 
+        The host reads no result before the last micro-batch is launched: losses, outputs and sums
+        stay on the device. Exceptions, which wait for a GPU in each micro-batch: the backward of a
+        loss without `gradient_fields` (LossSpec), the backward of soft targets under a trained
+        head, and layers that read on the host themselves (flash_attn on packed rows, images,
+        experts).
+
         Raises FloatingPointError if the loss is not finite; the gradients since the last step are
         dropped then. Raises OtherRankFailed if another rank failed.
         """
         self.num_micro_batches = share.num_micro_batches
-        # Everything stays on the device until all micro-batches are launched: a GPU that waits for
-        # the host between two of them idles.
+        # A GPU that waits for the host between two micro-batches idles.
+        select_tokens = partial(loss.find_gradient_tokens, config=config) if backward else None
         device = self.accelerator.device
         parts: list[tuple[dict[int, int], dict[str, Tensor]]] = []
         sums: dict[str, Tensor] = {"loss:sum": torch.zeros((), dtype=torch.float64, device=device)}
         try:
-            for batch in self.planner.make_micro_batches(share):
+            for batch in self.planner.make_micro_batches(share, select_tokens):
                 value, token_outputs, metrics = self._run_micro_batch(
                     batch, loss, config, divisor, backward, entropy, use_adapters
                 )
@@ -521,9 +528,9 @@ class Learner:
                 loss.logprobs,
                 argmax_match,
                 entropy_gradient=needs_entropy,
+                active_rows=side.gradient_tokens,
             )
-            searches = side.is_packed and shard is None
-            search = contextlib.nullcontext() if searches else skip_packing_search()
+            search = skip_packing_search(side.sequences)
             with search, self.router_aux_loss.record() as balance:
                 part = self.head(self.backend.wrapped, request, **self._model_inputs(side))
             parts.append(self._gather_tokens(part, side))
@@ -626,7 +633,8 @@ class Learner:
         clipping.
 
         Without a gradient (no datum since the last step) nothing changes, and `skipped` is 1. A
-        gradient that is not finite is dropped, nothing changes, and `skipped_nonfinite` is 1.
+        gradient that is not finite is dropped, nothing changes, and `skipped_nonfinite` is 1. To
+        know that, the host waits for the norm once, before it launches the update.
         """
         if not self.has_gradient:
             return {"grad_norm": 0.0, "skipped": 1.0}

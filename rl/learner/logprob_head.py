@@ -34,7 +34,9 @@ class HeadRequest:
     of entropies 1 where the target is the most likely token, else 0; targets [T], without a
     gradient.
     entropy_gradient: False returns entropies without a gradient, and the gradient of the logprobs
-    is bit for bit that of a request without entropies.
+    is bit for bit that of a request without entropies. active_rows: int64 [N], ascending, the only
+    tokens that may have a gradient; the backward of the fused head costs nothing for others. None:
+    it finds them, for which it waits for a GPU.
     """
 
     targets: Tensor
@@ -44,6 +46,7 @@ class HeadRequest:
     logprobs: bool = True
     argmax_match: bool = False
     entropy_gradient: bool = True
+    active_rows: Tensor | None = None
 
 
 _SMALL_LOGITS = 1 << 20  # logits of soft targets up to which all are held in memory
@@ -60,7 +63,7 @@ def compute_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return fp32 logprobs [T] (or [T, K]) of `targets` and entropies [T].
 
-    The distribution is softmax(logits [T, V] / temperature).
+    The distribution is softmax(logits [T, V] / temperature). All targets lie in [0, V).
     """
     if logits.is_cuda and targets.ndim == 1:
         return compute_logprobs_with_kernel(logits, targets, temperature, entropy)
@@ -85,11 +88,11 @@ def compute_logprobs_with_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Compute `compute_logprobs` of [T] targets in a single pass over logits of any dtype.
 
-    It makes no float32 copy of the logits.
+    It makes no float32 copy of the logits. The targets are not checked: a GPU would have to wait.
     """
     from kernels import token_logprob
 
-    logp, entropy_T, _ = token_logprob(logits, targets, temperature)
+    logp, entropy_T, _ = token_logprob(logits, targets, temperature, checked=True)
     return logp, entropy_T if entropy else torch.zeros_like(logp)
 
 
@@ -302,6 +305,7 @@ class LogprobHead:
             saved_bytes=self.kept_bytes,
             frozen_columns=frozen_columns,
             checked=True,
+            active_rows=request.active_rows,
         )
         # The softcap is increasing in the logits, so it does not change their order.
         if request.argmax_match:

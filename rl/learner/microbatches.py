@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from rl.distributed import collectives
 from rl.learner.packing import (
     PackedBatch,
+    TokenSelector,
     block_cost,
     choose_layout,
     collate,
@@ -182,9 +183,11 @@ class MicroBatchPlanner:
             return "shared"  # computes no position twice, and no padding
         return choose_layout(datums, self.token_budget, self.hidden_size)
 
-    def make_micro_batches(self, share: RankBatch) -> Iterator[PackedBatch]:
+    def make_micro_batches(
+        self, share: RankBatch, select_tokens: TokenSelector | None = None
+    ) -> Iterator[PackedBatch]:
         """Yield the micro-batches of a rank's share. The next is laid out while a GPU still
-        computes the current one.
+        computes the current one. `select_tokens`: see `collate`.
 
         A batch with rows on both sides of `rope_switch` is split into its `sub_batches`.
         """
@@ -192,12 +195,51 @@ class MicroBatchPlanner:
         for plan in share.micro_batches:
             with record_function("whetstone/collate"):
                 batch = collate(
-                    datums, plan.units, plan.layout, self.device, self.sharing, varlen=self.varlen
+                    datums,
+                    plan.units,
+                    plan.layout,
+                    self.device,
+                    self.sharing,
+                    varlen=self.varlen,
+                    select_tokens=select_tokens,
                 )
                 batch.scale, batch.temperature = plan.scale, plan.temperature
                 if self.rope_switch is not None:
-                    _split_by_rope_switch(batch, datums, self.rope_switch, self.device)
+                    self._split_by_rope_switch(batch, datums, select_tokens)
             yield batch
+
+    def _split_by_rope_switch(
+        self, batch: PackedBatch, datums: Mapping[int, Datum], select_tokens: TokenSelector | None
+    ) -> None:
+        """Set the batch's `sub_batches`, a forward each, if it has rows of both kinds of rotary
+        frequencies.
+
+        Such a batch does not replay its routers: their record is discarded.
+        """
+        sides = [
+            [
+                i
+                for i in batch.datum_index
+                if self.rope_switch.uses_long_frequencies(datums[i].model_input.length) == beyond
+            ]
+            for beyond in (False, True)
+        ]
+        if not all(sides):
+            return
+        batch.experts = None
+        batch.sub_batches = [
+            collate(datums, [[i] for i in side], "padded", self.device, select_tokens=select_tokens)
+            for side in sides
+        ]
+        begins: dict[int, int] = {}
+        at = 0
+        for i in (i for side in sides for i in side):
+            begins[i], at = at, at + datums[i].model_input.length
+        order = [
+            np.arange(begins[i], begins[i] + datums[i].model_input.length)
+            for i in batch.datum_index
+        ]
+        batch.sub_batch_order = copy_to_device(np.concatenate(order), self.device)
 
 
 def _make_filler(plan: MicroBatchPlan, group: int) -> MicroBatchPlan:
@@ -205,36 +247,6 @@ def _make_filler(plan: MicroBatchPlan, group: int) -> MicroBatchPlan:
     first = plan.units[0][0] // group * group
     units = [[i] for i in range(first, first + group)]
     return MicroBatchPlan("padded", units, plan.temperature, scale=0.0)
-
-
-def _split_by_rope_switch(
-    batch: PackedBatch, datums: Mapping[int, Datum], rope_switch: Any, device: torch.device
-) -> None:
-    """Set the batch's `sub_batches`, a forward each, if it has rows of both kinds of rotary
-    frequencies.
-
-    Such a batch does not replay its routers: their record is discarded.
-    """
-    sides = [
-        [
-            i
-            for i in batch.datum_index
-            if rope_switch.uses_long_frequencies(datums[i].model_input.length) == beyond
-        ]
-        for beyond in (False, True)
-    ]
-    if not all(sides):
-        return
-    batch.experts = None
-    batch.sub_batches = [collate(datums, [[i] for i in side], "padded", device) for side in sides]
-    begins: dict[int, int] = {}
-    at = 0
-    for i in (i for side in sides for i in side):
-        begins[i], at = at, at + datums[i].model_input.length
-    order = [
-        np.arange(begins[i], begins[i] + datums[i].model_input.length) for i in batch.datum_index
-    ]
-    batch.sub_batch_order = copy_to_device(np.concatenate(order), device)
 
 
 def merge_sub_batches(

@@ -17,7 +17,7 @@ support them (see rl.learner.layout_probe):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,9 @@ Datums = Sequence[Datum] | Mapping[int, Datum]  # of a batch, or of some of its 
 # to 1/35 of the memory of a position in models of 0.5 to 8 billion parameters.
 KEYS_PER_POSITION = 4
 LAYOUTS = ("padded", "packed", "shared")  # and "auto": see choose_layout
+# Returns the tokens that may have a gradient, bool [T], from the fields of a batch, [T] or [T, K];
+# None if the fields do not tell (LossSpec.find_gradient_tokens).
+TokenSelector = Callable[[Mapping[str, np.ndarray]], np.ndarray | None]
 
 
 @dataclass(slots=True)
@@ -65,6 +68,10 @@ class PackedBatch:
                     `sub_batches`; None without them
     shard           this rank's columns, with context parallelism; else None
     bounds          the sequences of a row that attention separates by their lengths; else None
+    sequences       int64 [1, T] the sequence of each position, if the row is concatenated sequences
+                    that neither `bounds` nor a shard separates; else None
+    gradient_tokens int64 [N] the tokens that may have a gradient, ascending, of this rank's tokens
+                    if the batch is shared; None: unknown
     """
 
     input_ids: Tensor
@@ -83,16 +90,13 @@ class PackedBatch:
     sub_batch_order: Tensor | None = None
     shard: SequenceShard | None = None
     bounds: SequenceBounds | None = None
+    sequences: Tensor | None = None
+    gradient_tokens: Tensor | None = None
 
     @property
     def tokens(self) -> int:
         """Return the number of real tokens."""
         return sum(self.lengths)
-
-    @property
-    def is_packed(self) -> bool:
-        """Return whether rows are concatenated sequences, which their positions separate."""
-        return self.position_ids is not None and self.segments is None and self.bounds is None
 
     @property
     def attention_mask(self) -> Tensor | None:
@@ -116,8 +120,9 @@ class PackedBatch:
         inputs = {"input_ids": source.input_ids}
         if source.position_ids is not None:
             inputs["position_ids"] = source.position_ids
-        if self.attention_mask is not None:
-            inputs["attention_mask"] = make_attention_mask(model, self.attention_mask)
+        attends = self.attention_mask  # built at each access
+        if attends is not None:
+            inputs["attention_mask"] = make_attention_mask(model, attends)
         return inputs
 
 
@@ -262,10 +267,11 @@ def collate(
     group: collectives.RankGroup | None = None,
     *,
     varlen: bool = False,
+    select_tokens: TokenSelector | None = None,
 ) -> PackedBatch:
     """Lay the units of `chunk` (lists of indices into `datums`) out as a micro-batch on `device`.
     `group`: ranks that share it by its positions. `varlen`: layouts other than padded have a single
-    row and no mask (rl.learner.varlen_attention).
+    row and no mask (rl.learner.varlen_attention). `select_tokens`: finds the `gradient_tokens`.
 
     All datums of a chunk have the same fields. Raises ValueError for an unknown layout, and for
     images in a layout other than padded.
@@ -292,12 +298,11 @@ def collate(
         lay_out = {"packed": _packed, "padded": _padded, "shared": _shared}[layout]
         arrays = lay_out(tokens, chunk, datums)
     input_ids, position_ids, segments, token_index = arrays
-    inputs = {
-        name: copy_to_device(
-            np.concatenate([datum.loss_fn_inputs[name].array for datum in selected]), device
-        )
+    fields = {
+        name: np.concatenate([datum.loss_fn_inputs[name].array for datum in selected])
         for name in selected[0].loss_fn_inputs
     }
+    gradient_tokens = None if select_tokens is None else select_tokens(fields)
 
     def put(array: np.ndarray | None) -> Any:
         return None if array is None else copy_to_device(array, device)
@@ -307,21 +312,30 @@ def collate(
         arrays = _pad_for_ranks((input_ids, position_ids, segments, token_index), group.size)
         input_ids, position_ids, segments, token_index = arrays
         packed = lengths if layout == "packed" else None
-        shard = make_shard(input_ids, position_ids, token_index, packed, group, put)
+        shard, local_tokens = make_shard(input_ids, position_ids, token_index, packed, group, put)
+        if gradient_tokens is not None:
+            gradient_tokens = gradient_tokens[local_tokens]
+    if gradient_tokens is not None:
+        gradient_tokens = np.flatnonzero(gradient_tokens)
 
+    sequences = None
+    if layout == "packed" and row is None and group is None and len(lengths) > 1:
+        sequences = np.repeat(np.arange(len(lengths)), lengths)[None]
     return PackedBatch(
         copy_to_device(input_ids, device),
         put(position_ids),
         put(segments),
         put(token_index),
         copy_to_device(cu_seqlens, device),
-        inputs,
+        {name: copy_to_device(array, device) for name, array in fields.items()},
         indices,
         lengths,
         experts=put(_lay_out_experts(selected, input_ids.size, token_index)),
         images=images if has_images else None,
         shard=shard,
         bounds=None if row is None else row.make_bounds(put),
+        sequences=put(sequences),
+        gradient_tokens=put(gradient_tokens),
     )
 
 

@@ -53,7 +53,9 @@ def select_masked(mask: Tensor, value: Tensor) -> Tensor:
 def sum_per_datum(value_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return the sum over each datum, [D]."""
     lengths = cu_seqlens.diff()
-    owner_T = torch.repeat_interleave(torch.arange(len(lengths), device=value_T.device), lengths)
+    owner_T = torch.repeat_interleave(
+        torch.arange(len(lengths), device=value_T.device), lengths, output_size=len(value_T)
+    )
     return value_T.new_zeros(len(lengths)).index_add(0, owner_T, value_T)
 
 
@@ -67,7 +69,7 @@ def average_per_datum(value_T: Tensor, active_T: Tensor, cu_seqlens: Tensor) -> 
     are 0.
     """
     means_D = sum_per_datum(value_T, cu_seqlens) / count_per_datum(active_T, cu_seqlens)
-    return torch.repeat_interleave(means_D, cu_seqlens.diff())
+    return torch.repeat_interleave(means_D, cu_seqlens.diff(), output_size=len(value_T))
 
 
 def get_action_weights(inputs: Inputs) -> Tensor:

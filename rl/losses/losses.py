@@ -11,7 +11,7 @@ config      from `loss_fn_config`
 
 Every loss is a SUM over tokens and datums, as in Tinker; to get a mean, pass a divisor to
 `forward_backward`. Metrics are also sums (":sum"), so that they add up over micro-batches and
-ranks.
+ranks. A loss reads no result on the host: a GPU would have to finish all earlier work first.
 
 With lp = learner logprob, q = behavior logprob (of the sampler), r = exp(lp - q), A = advantage, w
 = weight. Thresholds are absolute ratios (0.8, 1.2).
@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,8 +80,10 @@ def _clip_bounds(inputs: Inputs, config: Config) -> tuple[Tensor | float, Tensor
 
 def _clip(ratio_T: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
     """Return the ratio clipped to [low, high]."""
-    low_t = torch.as_tensor(low, dtype=ratio_T.dtype, device=ratio_T.device)
-    high_t = torch.as_tensor(high, dtype=ratio_T.dtype, device=ratio_T.device)
+    low_t, high_t = (
+        bound.to(ratio_T.dtype) if isinstance(bound, Tensor) else ratio_T.new_full((), bound)
+        for bound in (low, high)
+    )
     return torch.minimum(torch.maximum(ratio_T, low_t), high_t)
 
 
@@ -107,7 +110,9 @@ def cross_entropy(
     weights = inputs["weights"] if "weights" in inputs else torch.ones_like(logp_T)
     loss = -(select_masked(weights != 0, logp_T) * weights).sum()
     accuracy = (
-        {"argmax_match:sum": entropy_T[weights != 0].sum()} if config.get("token_accuracy") else {}
+        {"argmax_match:sum": select_masked(weights != 0, entropy_T).sum()}
+        if config.get("token_accuracy")
+        else {}
     )
     return loss, {"weights:sum": weights.sum(), **accuracy}
 
@@ -269,6 +274,9 @@ class LossSpec:
     terms             accepts the terms of rl.losses.loss_terms: their fields and config keys are
                       also valid
     needs_mask        needs to know which tokens are actions
+    gradient_fields   the first of these fields that a datum has is 0 at each token whose logprob
+                      and entropy get no gradient. Without one of them any token may get one. Empty:
+                      it is unknown, and a GPU's backward waits to find these tokens
     values            reads the learner's values, so it needs a value head
     logprobs          False: the loss reads no logprobs, so they are not computed
     group             number of consecutive datums that belong together (2: pairs) and are never
@@ -291,6 +299,7 @@ class LossSpec:
     at_sampling_temperature: bool = False
     terms: bool = False
     needs_mask: bool = False
+    gradient_fields: tuple[str, ...] = ()
     values: bool = False
     logprobs: bool = True
     group: int = 1
@@ -345,6 +354,22 @@ class LossSpec:
         """Return the valid keys of the config."""
         return (*self.config, "temperature", *(TERM_CONFIG if self.terms else ()))
 
+    def find_gradient_tokens(
+        self, fields: Mapping[str, np.ndarray], config: Config
+    ) -> np.ndarray | None:
+        """Return the tokens whose logprob or entropy may get a gradient, bool [T], from the fields
+        [T] or [T, K] of datums. Returns None if `gradient_fields` does not tell.
+        """
+        if not self.gradient_fields:
+            return None
+        names = [name for name in self.gradient_fields if name in fields][:1]
+        if self.needs_advantages and not (self.terms and list_enabled_terms(config)):
+            names.append("advantages")
+        active_T = np.ones(len(fields["target_tokens"]), dtype=bool)
+        for name in names:
+            active_T &= (fields[name] != 0).reshape(len(active_T), -1).any(1)
+        return active_T
+
     def needs_entropy(self, config: Config) -> bool:
         """Return whether the loss reads the entropy under this config."""
         return self.terms and bool(config.get("entropy_coef", 0.0))
@@ -385,7 +410,12 @@ _PAIR_FIELDS = ("target_tokens", "mask"), ("ref_logprobs",)
 
 
 # a loss with advantages, to which terms may be added
-_policy_gradient_spec = partial(LossSpec, at_sampling_temperature=True, terms=True)
+_policy_gradient_spec = partial(
+    LossSpec,
+    at_sampling_temperature=True,
+    terms=True,
+    gradient_fields=(*MASK_FIELDS, "advantages"),
+)
 
 
 LOSSES: dict[str, LossSpec] = {
@@ -396,6 +426,7 @@ LOSSES: dict[str, LossSpec] = {
         ("token_accuracy",),
         soft_targets=True,
         needs_weights=True,
+        gradient_fields=("weights",),
     ),
     "importance_sampling": _policy_gradient_spec(
         importance_sampling,
@@ -435,20 +466,33 @@ LOSSES: dict[str, LossSpec] = {
         preference_losses.dpo,
         *_PAIR_FIELDS,
         ("beta", "label_smoothing", "length_normalise"),
+        gradient_fields=MASK_FIELDS,
         group=2,
         unit="group",
     ),
     "ipo": LossSpec(
-        preference_losses.ipo, *_PAIR_FIELDS, ("beta", "length_normalise"), group=2, unit="group"
+        preference_losses.ipo,
+        *_PAIR_FIELDS,
+        ("beta", "length_normalise"),
+        gradient_fields=MASK_FIELDS,
+        group=2,
+        unit="group",
     ),
     "orpo": LossSpec(
-        preference_losses.orpo, ("target_tokens", "mask"), (), ("beta",), group=2, unit="group"
+        preference_losses.orpo,
+        ("target_tokens", "mask"),
+        (),
+        ("beta",),
+        gradient_fields=MASK_FIELDS,
+        group=2,
+        unit="group",
     ),
     "simpo": LossSpec(
         preference_losses.simpo,
         ("target_tokens", "mask"),
         (),
         ("beta", "gamma"),
+        gradient_fields=MASK_FIELDS,
         group=2,
         unit="group",
     ),
@@ -457,6 +501,7 @@ LOSSES: dict[str, LossSpec] = {
         ("target_tokens", "mask", "ref_logprobs", "labels"),
         (),
         ("beta", "kl", "desirable_weight", "undesirable_weight"),
+        gradient_fields=MASK_FIELDS,
         unit="group",
     ),
     "bradley_terry": LossSpec(
@@ -475,6 +520,7 @@ LOSSES: dict[str, LossSpec] = {
         (),
         ("tau", "cql_coef", "value_coef", "expectile"),
         needs_mask=True,
+        gradient_fields=MASK_FIELDS,
         values=True,
     ),
 }
@@ -485,6 +531,7 @@ CUSTOM_LOSS = LossSpec(
     ("weights", "value_weights"),
     soft_targets=True,
     at_sampling_temperature=True,
+    gradient_fields=("weights",),
     unit="own",
 )
 CUSTOM_VALUE_LOSS = replace(CUSTOM_LOSS, logprobs=False)  # the same loss on values only

@@ -32,7 +32,7 @@ def _pair_metrics(rewards_D: Tensor, logps_D: Tensor | None = None) -> Metrics:
     """Return the metric sums of pairs."""
     chosen_P, rejected_P = rewards_D.detach()[0::2], rewards_D.detach()[1::2]
     metrics = {
-        "pairs:sum": torch.tensor(len(rewards_D) // 2, device=rewards_D.device),
+        "pairs:sum": torch.full((), len(rewards_D) // 2, device=rewards_D.device),
         "chosen_rewards:sum": chosen_P.sum(),
         "rejected_rewards:sum": rejected_P.sum(),
         # a tie, as if policy and reference are the same model, counts as half right
@@ -194,8 +194,8 @@ def kto(
     ).sum()
     rewards_D = beta * ratios_D.detach()
     return loss, {
-        "answers:sum": torch.tensor(len(ratios_D), device=logp_T.device),
+        "answers:sum": torch.full((), len(ratios_D), device=logp_T.device),
         "good:sum": good_D.sum(),
-        "good_rewards:sum": rewards_D[good_D].sum(),
-        "bad_rewards:sum": rewards_D[~good_D].sum(),
+        "good_rewards:sum": select_masked(good_D, rewards_D).sum(),
+        "bad_rewards:sum": select_masked(~good_D, rewards_D).sum(),
     }

@@ -394,16 +394,17 @@ def make_attention_mask(model: Any, attends: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def skip_packing_search() -> Iterator[None]:
-    """Do not let transformers look for concatenated sequences in rows that have none.
+def skip_packing_search(sequences: torch.Tensor | None = None) -> Iterator[None]:
+    """Do not let transformers look for concatenated sequences in rows.
 
     It compares position ids in each forward and reads the result on the host, which waits until the
-    GPU has done all earlier work.
+    GPU has done all earlier work. `sequences`: int64 [rows, L], the index of each position's
+    sequence in its row; None if each row is a single sequence.
     """
     from transformers import masking_utils
 
     search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    masking_utils.find_packed_sequence_indices = lambda position_ids: sequences
     try:
         yield
     finally:

@@ -224,9 +224,9 @@ def test_opcheck(plan):
         outputs = forward_op(x, w, y, bias, 0.7, 3.0, -100, True, plan)
         need = [True, plan not in ("expected", "none"), False]
         upstream = torch.randn(3, 5)
-        torch.library.opcheck(
-            backward_op, (*upstream, x, w, y, bias, *outputs, 0.7, 3.0, -100, plan, need)
-        )
+        arguments = (*upstream, x, w, y, bias, *outputs, 0.7, 3.0, -100, plan, need)
+        torch.library.opcheck(backward_op, arguments)
+        torch.library.opcheck(backward_op, (*arguments, 0, torch.tensor([1, 3])))
 
 
 def test_defect_8_a_changed_input_is_noticed():
@@ -383,6 +383,8 @@ def test_wrong_inputs_are_named():
         (lambda: linear_logprob(x, w, y, bias[:3]), "bias is"),
         (lambda: linear_logprob(x, w, y, temperature=0.0), "temperature is 0.0"),
         (lambda: linear_logprob(x, w, y, softcap=-1.0), "softcap is -1.0"),
+        (lambda: linear_logprob(x, w, y, active_rows=y), "needs checked=True"),
+        (lambda: linear_logprob(x, w, y, checked=True, active_rows=y > 0), "active_rows is torch"),
         (lambda: check_same_device("op", a=x, b=w.to("meta")), "b is on meta"),
     ]
     for call, message in cases:

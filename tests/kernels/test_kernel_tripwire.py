@@ -416,6 +416,37 @@ def test_a_checked_call_does_not_wait_before_the_backward():
         assert torch.equal(mine, plain)
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(("frozen", "saved"), [(True, 0), (False, 0), (False, 1 << 30)])
+def test_a_backward_with_known_rows_reads_nothing(frozen, saved, entropy, monkeypatch):
+    """The rows include one without a gradient. Nothing is computed for the others."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(T, D, generator=generator, requires_grad=True)
+    w = torch.randn(8192, D, generator=generator, requires_grad=not frozen)
+    y = torch.randint(0, 8192, (T,), generator=generator)
+    upstream = torch.randn(T, generator=generator)
+    upstream[::2] = 0.0
+    rows = torch.cat([torch.tensor([0]), torch.arange(1, T, 2)])
+    reads, results = [], []
+    read = torch.Tensor.__int__
+    monkeypatch.setattr(torch.Tensor, "__int__", lambda t: reads.append(t) or read(t))
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: reads.append(t) or tolist(t))
+    for active_rows in (None, rows, torch.arange(T), rows[:0]):
+        x.grad = w.grad = None
+        reads.clear()
+        logp, entropies, _ = linear_logprob(
+            x, w, y, saved_bytes=saved, checked=True, active_rows=active_rows
+        )
+        (logp * upstream + (entropies * upstream if entropy else 0.0)).sum().backward()
+        assert bool(reads) == (active_rows is None)
+        results.append([t.grad for t in (x, w) if t.grad is not None])
+    for mine in results[1:3]:
+        for a, b in zip(mine, results[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert not any(g.any() for g in results[3])
+
+
 def test_ops_that_wait_are_left_out_of_captured_graphs():
     """torch.compile's reduce-overhead mode reads the tag; without it a wait inside a capture is an
     error.
@@ -424,13 +455,17 @@ def test_ops_that_wait_are_left_out_of_captured_graphs():
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.whetstone, name).default.tags, name
 
 
-def test_a_check_of_targets_sorts_nothing():
+def test_a_check_of_targets_sorts_nothing(monkeypatch):
     """token_logprob needs no positions. Its forward sorted all tokens and discarded the order."""
     from kernels import token_logprob
 
     with LargestTensorMode() as wire:
         token_logprob(torch.randn(50, 30), torch.randint(0, 30, (50,)))
     assert wire.reads <= 1
+    reads, read = [], torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda t: reads.append(t) or read(t))
+    token_logprob(torch.randn(2, 30), torch.tensor([3, 29]), checked=True)
+    assert not reads
     with pytest.raises(ValueError, match=r"target\[1\] is 30"):
         token_logprob(torch.randn(2, 30), torch.tensor([3, 30]))
 

@@ -16,7 +16,14 @@ from helpers import (
 )
 
 from rl.learner.logprob_head import compute_logprobs
-from rl.learner.packing import choose_layout, collate, make_units, plan_micro_batches, unit_cost
+from rl.learner.packing import (
+    PackedBatch,
+    choose_layout,
+    collate,
+    make_units,
+    plan_micro_batches,
+    unit_cost,
+)
 from rl.losses import get_loss
 from rl.models import load_model
 from rl.sampler.prompt_logprobs import PromptLogprobs
@@ -272,8 +279,25 @@ def test_the_layout_is_chosen_by_the_work_it_makes():
     assert choose_layout(group(6, 3), 10**6, 128) == "shared"
     assert choose_layout(group(6, 3, 1), 10**6, 128) == "padded"  # no sequence to share with
     assert choose_layout(group(500, 100), 10**6, 1024) == "shared"
+    # Rows of 980 and 780 positions, between 6 D and 12 D: a mask doubles the cost of attention.
+    assert choose_layout(group(140, 105), 10**6, 128) == "padded"
+    assert choose_layout(group(300, 60), 10**6, 128) == "shared"
     # Long answers compute masked scores against each other.
     assert choose_layout(group(20, 2000), 10**6, 1024) == "padded"
+
+
+def test_the_mask_of_a_micro_batch_is_built_once(monkeypatch):
+    datums, builds, model = random_datums(6), [], make_worker().learners[0].model
+    batch = collate(datums, [[0, 1], [2], [3]], "shared")
+    build = PackedBatch.attention_mask.fget
+
+    def count(batch):
+        builds.append(batch)
+        return build(batch)
+
+    monkeypatch.setattr(PackedBatch, "attention_mask", property(count))
+    mask = batch.make_model_inputs(model)["attention_mask"]
+    assert len(builds) == 1 and torch.equal(mask, build(batch))
 
 
 def test_what_stands_in_the_padding_is_not_read():

@@ -2,22 +2,32 @@
 on a GPU it would wait for all earlier work.
 
 Torch cannot run a model's forward on fake CUDA tensors without CUDA, so the calls run on the CPU
-and the reads are recorded.
+and the reads are recorded: operators by a dispatch mode, and methods of tensors by replacing them,
+since a dispatch mode does not see inside a custom op. Not seen: reads in C++ inside a custom op,
+and copies from pageable memory by `Tensor.to`. The last test asks a GPU itself.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from helpers import make_worker, random_datums
+from helpers import gradient, make_worker, random_datums
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl.losses import get_loss
+from kernels import linear_logprob_torch
+from rl.learner.learner import Learner
+from rl.learner.packing import collate
+from rl.losses import CUSTOM_LOSS, LOSSES, LossSpec
+from rl.types import Datum, LoraConfig
 
-# Operators with a result that the host reads, and tensor methods that copy to the host.
+# Operators with a result that the host reads.
 WAITS = {
     "aten._local_scalar_dense.default",
     "aten.nonzero.default",
@@ -27,7 +37,17 @@ WAITS = {
     "aten.repeat_interleave.Tensor",
     "aten.equal.default",
 }
-COPIES = ("cpu", "numpy", "tolist")
+# Methods that read, and functions that copy numbers of the host to a device, for which they wait.
+READS = ("cpu", "numpy", "tolist", "item", "__int__", "__float__", "__bool__", "__index__")
+COPIES_OF_NUMBERS = ("tensor", "as_tensor")
+TERMS = {"entropy_coef": 0.1, "kl_coef": 0.1, "value_coef": 0.1, "value_clip": 0.2}
+LAYOUTS = {
+    "padded": {"layout": "padded"},
+    "shared": {"layout": "shared"},
+    "packed": {"layout": "packed"},
+    "packed by lengths": {"layout": "packed", "varlen": True},
+    "shared by lengths": {"layout": "shared", "varlen": True},
+}
 
 
 class ReadRecorder(TorchDispatchMode):
@@ -38,16 +58,46 @@ class ReadRecorder(TorchDispatchMode):
         self.events = events
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func) in WAITS:
+        if "lift_fresh" in str(func) and args[0].device.type == "cuda":
+            self.events.append("copy of a number")
+        leaves = torch.utils._pytree.tree_leaves(args[1:])
+        masks = [x for x in leaves if isinstance(x, torch.Tensor) and x.dtype == torch.bool]
+        kwargs = kwargs or {}
+        is_read = str(func) in WAITS and kwargs.get("output_size") is None
+        if is_read or ("aten.index" in str(func) and masks):
             self.events.append(f"read: {func}")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
-def recorded_run(
-    monkeypatch: pytest.MonkeyPatch, layout: str, loss: str, backward: bool
-) -> tuple[list[str], int]:
+def make_datums(spec: LossSpec, count: int = 8) -> list[Datum]:
+    """Return datums with all fields of a loss, masked in part."""
+    rng = np.random.default_rng(3)
+    datums = []
+    for i, datum in enumerate(random_datums(count)):
+        inputs = {name: data.array for name, data in datum.loss_fn_inputs.items()}
+        n, mask = len(inputs["mask"]), inputs["mask"]
+        for name in ("ref_logprobs", "returns", "values_old", "weights", "value_weights"):
+            inputs[name] = (mask * rng.standard_normal(n)).astype(np.float32)
+        inputs["labels"] = np.full(n, 1.0 if i % 2 else -1.0, np.float32)
+        known = {name: inputs[name] for name in spec.known_fields if name in inputs}
+        datums.append(Datum(datum.model_input, known))
+    return datums
+
+
+def make_learner(monkeypatch: pytest.MonkeyPatch, spec: LossSpec, **settings: Any) -> Any:
+    """Return a worker whose head runs the custom ops, as on a GPU, although its model is tiny."""
+    module = sys.modules["kernels.linear_logprob"]
+    monkeypatch.setattr(module, "_is_small_problem", lambda *arguments: False)
+    values = spec.values or spec.terms or spec is CUSTOM_LOSS
+    return make_worker(token_budget=24, value_head=values, **settings)
+
+
+def record_run(
+    monkeypatch: pytest.MonkeyPatch, spec: LossSpec, config: dict[str, float], backward: bool,
+    entropy: bool = False, **settings: Any,
+) -> tuple[list[str], int]:  # fmt: skip
     """Return the passes and reads of a call in order, and its number of micro-batches."""
-    learner, events = make_worker(token_budget=24, layout=layout).learners[0], []
+    learner, events = make_learner(monkeypatch, spec, **settings).learners[0], []
     forward, compute_gradient = learner._forward, learner.backend.backward
 
     def record_forward(*args: Any) -> Any:
@@ -59,35 +109,227 @@ def recorded_run(
         compute_gradient(value)
         events.append("backward")
 
-    def record_copy(name: str) -> Any:
+    def record_read(name: str) -> Any:
         original = getattr(torch.Tensor, name)
 
-        def copy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             events.append(f"read: {name}")
             return original(tensor, *args, **kwargs)
 
+        return read
+
+    def record_copy(name: str) -> Any:
+        original = getattr(torch, name)
+
+        def copy(data: Any, *args: Any, **kwargs: Any) -> Any:
+            if "device" in kwargs:
+                events.append(f"read: {name}")
+            return original(data, *args, **kwargs)
+
         return copy
 
+    datums = make_datums(spec)
     monkeypatch.setattr(learner, "_forward", record_forward)
     monkeypatch.setattr(learner.backend, "backward", record_backward)
-    # On a CPU the head checks the targets again, which waits for nothing.
-    kernel_module = sys.modules["kernels.linear_logprob"]
-    monkeypatch.setattr(kernel_module, "find_target_rows", lambda *arguments: None)
-    for name in COPIES:
-        monkeypatch.setattr(torch.Tensor, name, record_copy(name))
-    with ReadRecorder(events):
-        learner.run(
-            random_datums(8), get_loss(loss), {}, temperature=1.0, divisor=1.0, backward=backward
-        )
+    with monkeypatch.context() as patch:
+        for name in READS:
+            patch.setattr(torch.Tensor, name, record_read(name))
+        for name in COPIES_OF_NUMBERS:
+            patch.setattr(torch, name, record_copy(name))
+        with ReadRecorder(events):
+            learner.run(
+                datums, spec, config, temperature=0.9, divisor=1.0, backward=backward,
+                entropy=entropy,
+            )  # fmt: skip
     return events, learner.num_micro_batches
 
 
-@pytest.mark.parametrize("backward", [True, False])
-@pytest.mark.parametrize("layout", ["padded", "shared"])
-@pytest.mark.parametrize("loss", ["ppo", "importance_sampling", "cispo"])
-def test_the_host_reads_nothing_before_the_last_micro_batch(loss, layout, backward, monkeypatch):
-    events, count = recorded_run(monkeypatch, layout, loss, backward)
+def check_events(events: list[str], count: int, backward: bool, copies: list[str]) -> None:
     passes = ["forward", "backward"] * count if backward else ["forward"] * count
     assert count > 2 and events[: len(passes)] == passes
-    # The sums of the metrics, then the outputs of all tokens: two copies for any batch.
-    assert events[len(passes) :] == ["read: tolist", "read: cpu", "read: numpy"]
+    assert events[len(passes) :] == copies
+
+
+# The sums of the metrics, then the outputs of all tokens: two copies for any batch.
+COPIES = ["read: tolist", "read: cpu", "read: numpy"]
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_layout_reads_before_the_last_micro_batch(layout, backward, monkeypatch):
+    events, count = record_run(monkeypatch, LOSSES["ppo"], {}, backward, **LAYOUTS[layout])
+    check_events(events, count, backward, COPIES)
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "custom"])
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 30])
+def test_no_loss_reads_before_the_last_micro_batch(name, kept_bytes, monkeypatch):
+    spec = LOSSES.get(name, CUSTOM_LOSS)
+    events, count = record_run(
+        monkeypatch, spec, TERMS if spec.terms else {}, True, layout="padded", kept_bytes=kept_bytes
+    )
+    check_events(events, count, True, COPIES)
+
+
+@pytest.mark.parametrize("settings", [{"fused": False}, {"lora": LoraConfig(rank=2)}])
+def test_no_head_reads_before_the_last_micro_batch(settings, monkeypatch):
+    events, count = record_run(monkeypatch, LOSSES["dpo"], {}, True, layout="padded", **settings)
+    check_events(events, count, True, COPIES)
+    config = {"token_accuracy": 1}
+    spec = LOSSES["cross_entropy"]
+    events, count = record_run(monkeypatch, spec, config, False, entropy=True, **settings)
+    check_events(events, count, False, COPIES)
+
+
+def test_a_loss_that_does_not_tell_waits_in_each_backward(monkeypatch):
+    """This shows that the recorder sees inside the custom op."""
+    spec = replace(LOSSES["ppo"], gradient_fields=())
+    events, count = record_run(monkeypatch, spec, {}, True, layout="padded")
+    assert events.count("read: __int__") == count
+
+
+def test_a_prompt_costs_the_backward_of_the_head_nothing(monkeypatch):
+    """The gradient is that of a backward which finds the tokens itself."""
+    spec, rows = LOSSES["ppo"], []
+    backward = linear_logprob_torch.saved_backward
+
+    def count_rows(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        rows.append(len(x))
+        return backward(x, *args, **kwargs)
+
+    monkeypatch.setattr(linear_logprob_torch, "saved_backward", count_rows)
+    worker, datums = make_learner(monkeypatch, spec), make_datums(spec)
+    gradients, counts = [], []
+    for find in (LossSpec.find_gradient_tokens, lambda *args, **kwargs: None):
+        monkeypatch.setattr(LossSpec, "find_gradient_tokens", find)
+        worker.drop_gradients(0)
+        rows.clear()
+        worker.learners[0].run(datums, spec, {}, temperature=1.0, divisor=1.0, backward=True)
+        gradients.append(gradient(worker))
+        counts.append(sum(rows))
+    actions = sum(int((d.loss_fn_inputs["mask"].array != 0).sum()) for d in datums)
+    # The host does not know which ratios are clipped.
+    assert counts[1] <= counts[0] <= actions < sum(d.model_input.length for d in datums)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_ranks_that_share_a_micro_batch_know_the_tokens_of_their_columns(layout):
+    spec = LOSSES["ppo"]
+    datums = make_datums(spec, 5)
+    active = np.concatenate([d.loss_fn_inputs["mask"].array for d in datums]) != 0
+
+    def select(fields: Any) -> np.ndarray | None:
+        return spec.find_gradient_tokens(fields, {})
+
+    units = [[i] for i in range(5)]
+    whole = collate(datums, units, layout, select_tokens=select)
+    assert whole.gradient_tokens.tolist() == np.flatnonzero(active).tolist()
+    for rank in range(2):
+        group = SimpleNamespace(rank=rank, size=2)
+        batch = collate(datums, units, layout, group=group, select_tokens=select)
+        expected = np.flatnonzero(active[batch.shard.tokens.numpy()])
+        assert batch.gradient_tokens.tolist() == expected.tolist()
+    assert collate(datums, units, layout).gradient_tokens is None
+
+
+def random_fields(kind: str) -> dict[str, torch.Tensor]:
+    """Return fields of 12 tokens in 4 datums. `kind`: which mask they have."""
+    g = torch.Generator().manual_seed(5)
+    fields = {
+        name: torch.randn(12, generator=g)
+        for name in ("logprobs", "ref_logprobs", "returns", "values_old", "advantages")
+    }
+    mask = (torch.rand(12, generator=g) < 0.5).float() * torch.rand(12, generator=g)
+    fields["labels"] = torch.ones(12)
+    if kind != "none":
+        fields[kind] = mask
+    fields["advantages"][::3] = 0.0
+    fields["target_tokens"] = torch.ones(12, dtype=torch.int64)
+    fields["values"] = torch.randn(12, generator=g)
+    return fields
+
+
+def list_gradient_cases() -> list[Any]:
+    """Return (loss, name of the mask, config) of each combination that a loss accepts."""
+    cases = [("cross_entropy", kind, {}) for kind in ("mask", "weights", "none")]
+    cases.append(("custom", "weights", {}))
+    for name, spec in LOSSES.items():
+        for kind in ("mask", "sequence_ratio_mask") if spec.gradient_fields else ():
+            terms = ({}, *({key: value} for key, value in TERMS.items()), TERMS)
+            cases += [(name, kind, config) for config in (terms if spec.terms else ({},))]
+        if spec.needs_advantages and not spec.needs_mask:
+            cases.append((name, "none", {}))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "kind", "terms"), list_gradient_cases())
+def test_every_token_with_a_gradient_is_found(name, kind, terms):
+    spec, fields = LOSSES.get(name, CUSTOM_LOSS), random_fields(kind)
+    leaves = [(-torch.rand(12)).requires_grad_() for _ in range(2)]
+    cu_seqlens = torch.tensor([0, 3, 5, 8, 12])
+    total, _ = spec.compute(*leaves, fields, cu_seqlens, terms)
+    gradients = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    active = (gradients[0] != 0) | (gradients[1] != 0)
+    arrays = {key: value.numpy() for key, value in fields.items()}
+    selected = torch.from_numpy(spec.find_gradient_tokens(arrays, terms))
+    assert not (active & ~selected).any() and active.any()
+    if name in ("importance_sampling", "cispo", "dro", "dpo", "custom") and not terms:
+        assert torch.equal(active, selected)  # nothing is clipped
+
+
+def test_soft_targets_are_selected_by_any_weight():
+    spec = LOSSES["cross_entropy"]
+    targets = np.ones((3, 2), np.int64)
+    weights = np.array([[0.0, 0.5], [0.0, 0.0], [1.0, 1.0]])
+    fields = {"target_tokens": targets, "weights": weights}
+    assert spec.find_gradient_tokens(fields, {}).tolist() == [True, False, True]
+    assert spec.find_gradient_tokens({"target_tokens": targets}, {}).all()
+
+
+@pytest.mark.parametrize("name", [*(n for n in LOSSES if LOSSES[n].group == 1), "custom"])
+def test_a_loss_neither_reads_nor_copies_numbers_to_the_device(name):
+    """The forward runs on fake CUDA tensors. Without CUDA they have no slices, as pairs need."""
+    spec, events = LOSSES.get(name, CUSTOM_LOSS), []
+    if name == "kto":
+        pytest.skip("its labels are indexed")
+
+    with FakeTensorMode(), ReadRecorder(events):
+        fields = {
+            key: torch.empty(12, device="cuda")
+            for key in ("logprobs", "ref_logprobs", "returns", "values_old", "mask")
+        }
+        fields |= {key: torch.empty(12, device="cuda") for key in ("advantages", "values")}
+        fields["weights"] = torch.empty(12, device="cuda")
+        cu_seqlens = torch.empty(5, dtype=torch.int64, device="cuda")
+        logp, entropy = torch.empty(2, 12, device="cuda").unbind()
+        total, metrics = spec.compute(
+            logp, entropy, fields, cu_seqlens, TERMS if spec.terms else {}
+        )
+        devices = {value.device.type for value in (total, *metrics.values())}
+    assert not events and devices == {"cuda"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [*LOSSES, "custom"])
+def test_a_gpu_does_not_wait_before_the_last_micro_batch(name, layout, monkeypatch):
+    spec = LOSSES.get(name, CUSTOM_LOSS)
+    learner = make_learner(monkeypatch, spec, **LAYOUTS[layout]).learners[0]
+    config, datums = TERMS if spec.terms else {}, make_datums(spec)
+    read_totals = Learner._read_totals
+
+    def end_check(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        return read_totals(*args)
+
+    def run() -> None:
+        learner.run(datums, spec, config, temperature=0.9, divisor=1.0, backward=True)
+
+    run()  # compiles kernels
+    monkeypatch.setattr(Learner, "_read_totals", end_check)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
