@@ -130,8 +130,9 @@ def compute_evaluation_metrics(groups: Sequence[TrajectoryGroup], samples: int) 
     their standard errors, with the responses clustered by problem.
 
     `groups`: those of all seeds; a problem has a group for each seed. `samples`: the number of
-    responses to a problem, of all seeds; pass@k is added if it is more than 1. Correctness is known
-    if the reward reports it (its metric `correct`) or if all rewards are 0 or 1.
+    responses to a problem, of all seeds; pass@k is added if it is more than 1 and correctness is 0
+    or 1 for all responses. Correctness is known if the reward reports it (its metric `correct`) or
+    if all rewards are 0 or 1.
     """
     metrics = compute_group_metrics(groups)
     result = {
@@ -141,9 +142,7 @@ def compute_evaluation_metrics(groups: Sequence[TrajectoryGroup], samples: int) 
     }
     rewards_P_G = _merge_by_problem(groups, [group.get_total_rewards() for group in groups])
     correct_P_G = _collect_metric(groups, "correct")
-    if not any(correct_P_G) and all(
-        reward in (0.0, 1.0) for rewards_G in rewards_P_G for reward in rewards_G
-    ):
+    if not any(correct_P_G) and _is_binary(rewards_P_G):
         correct_P_G = rewards_P_G
         result["correct"] = mean(reward for correct_G in correct_P_G for reward in correct_G)
     _add_error(result, "mean reward", rewards_P_G)
@@ -153,7 +152,14 @@ def compute_evaluation_metrics(groups: Sequence[TrajectoryGroup], samples: int) 
             values_P_G = _collect_metric(groups, name)
             counts_P_G = _collect_metric(groups, other) if other is not None else None
             _add_error(result, label, values_P_G, counts_P_G)
-    return {**result, **(compute_pass_at_k(correct_P_G, samples) if samples > 1 else {})}
+    if samples > 1 and _is_binary(correct_P_G):
+        result |= compute_pass_at_k(correct_P_G, samples)
+    return result
+
+
+def _is_binary(values_P_G: Sequence[Sequence[float]]) -> bool:
+    """Return whether all values are 0 or 1."""
+    return all(value in (0.0, 1.0) for values_G in values_P_G for value in values_G)
 
 
 def _add_error(

@@ -620,6 +620,17 @@ def test_notes_are_kept_by_their_keys():
     assert keys() == "b"
 
 
+def test_concurrent_calls_lose_no_note():
+    store, interval = KeyValueStore(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda i: [store.put(f"{i}/{j}", "") for j in range(50)], range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(store.values) == 400
+
+
 # ------------------------------------------------------------------------------------------- search
 
 

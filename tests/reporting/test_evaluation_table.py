@@ -114,6 +114,14 @@ def test_seeds_and_samples_share_problems():
     assert metrics["pass@4"] == 1.0 and metrics["truncated"] == 0.0
 
 
+@pytest.mark.parametrize("correct", [0.4, 2.0, -1.0])
+def test_partly_correct_answers_have_no_pass_at_k(correct):
+    group = make_group(0, [{"reward": correct, "correct": correct}] * 4)
+    metrics = compute_evaluation_metrics([group], 4)
+    assert metrics["correct"] == pytest.approx(correct)
+    assert not [name for name in metrics if "pass@" in name]
+
+
 def test_accuracies_of_instructions():
     answers = [
         [(1, 1, 1, 1, 1)],  # correct, loose, instructions, followed strictly, followed loosely
