@@ -237,8 +237,8 @@ def resolve_reward(
 def _describe_invalid_reward(value: Any, episode: EpisodeState, builder: EnvGroupBuilder) -> str:
     """Return the error of an episode whose environment gave a reward that is no finite number."""
     return (
-        f"{name_episode(builder, episode.index)} gave the reward {value!r:.100}; a finite number is "
-        "expected"
+        f"{name_episode(builder, episode.index)} gave the reward {value!r:.100}; a finite number "
+        "is expected"
     )
 
 
