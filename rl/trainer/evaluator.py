@@ -108,7 +108,9 @@ def make_response_rows(
     expected = {problem.index: problem.meta.get("answer") for problem in problems}
     rows = []
     for group in groups:
-        for trajectory, reward in zip(group.trajectories_G, group.get_total_rewards(), strict=True):
+        for trajectory, reward, metrics in zip(
+            group.trajectories_G, group.get_total_rewards(), group.get_final_metrics(), strict=True
+        ):
             turn = trajectory.transitions[-1]
             # the last message is the prompt, which has a separate key
             logs = {name: value for name, value in turn.logs.items() if name != "messages"}
@@ -118,7 +120,7 @@ def make_response_rows(
                     **logs,
                     "expected": expected[group.problem_index],
                     "reward": reward,
-                    **turn.metrics,
+                    **metrics,
                     "tokens": len(turn.ac.tokens),
                 }
             )
@@ -198,11 +200,7 @@ def _merge_by_problem(
 def _collect_metric(groups: Sequence[TrajectoryGroup], name: str) -> list[list[float]]:
     """Return a metric of the responses to each problem, of those that have it."""
     values_P_G = [
-        [
-            turn.metrics[name]
-            for trajectory in group.trajectories_G
-            if name in (turn := trajectory.transitions[-1]).metrics
-        ]
+        [metrics[name] for metrics in group.get_final_metrics() if name in metrics]
         for group in groups
     ]
     return _merge_by_problem(groups, values_P_G)

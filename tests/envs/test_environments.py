@@ -150,6 +150,8 @@ def test_a_reward_of_whole_episodes_gets_the_columns_of_the_row(play):
     with Scorer(register_reward("length_of_this_test", episode=True)(length)) as scorer:
         scored = add_episode_rewards(result, scorer)
     assert [group.metrics_G[0]["reward/episode"] for group in scored.groups] == [1.0, 0.0]
+    rows = build_rollout_rows(scored, None, 1.0)
+    assert [row["metrics"]["reward/episode"] for row in rows] == [1.0, 0.0]
 
 
 class InParts(Environment):
