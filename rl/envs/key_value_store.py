@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from rl.envs.tools import Tool
 
 _MAX_CHARACTERS = 100_000  # characters in all values together
@@ -12,6 +14,7 @@ class KeyValueStore:
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
+        self._lock = threading.Lock()  # the calls of an answer run concurrently
         self.tools = (Tool(self.put), Tool(self.get), Tool(self.remove), Tool(self.keys))
 
     def put(self, key: str, value: str) -> str:
@@ -21,10 +24,11 @@ class KeyValueStore:
             key: its name
             value: what is kept
         """
-        kept = {**self.values, str(key): str(value)}
-        if sum(map(len, kept.values())) > _MAX_CHARACTERS:
-            raise ValueError(f"the store holds at most {_MAX_CHARACTERS} characters")
-        self.values = kept
+        with self._lock:
+            kept = {**self.values, str(key): str(value)}
+            if sum(map(len, kept.values())) > _MAX_CHARACTERS:
+                raise ValueError(f"the store holds at most {_MAX_CHARACTERS} characters")
+            self.values = kept
         return f"kept {key}"
 
     def get(self, key: str) -> str:
@@ -46,8 +50,9 @@ class KeyValueStore:
         Args:
             key: its name
         """
-        self.get(key)
-        self.values = {name: value for name, value in self.values.items() if name != key}
+        with self._lock:
+            self.get(key)
+            self.values = {name: value for name, value in self.values.items() if name != key}
         return f"removed {key}"
 
     def keys(self) -> str:

@@ -18,6 +18,9 @@ from rl.seed import derive_seed
 from rl.types import Message
 
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# Number of items of a task for a row that names none. Some tasks make all items at the start, or
+# refuse larger numbers.
+_DEFAULT_SIZE = 1000
 
 
 @dataclass
@@ -72,10 +75,10 @@ class ReasoningGym(Environment):
 
     def rows(self, split: str, count: int) -> Sequence[Mapping[str, Any]]:
         """Return rows with the tasks in turn, and each task's rows with the levels in turn."""
-        rows = []
+        rows: list[dict[str, Any]] = []
         for i in range(count):
             turn, task = divmod(i, len(self.tasks))
-            row: dict[str, Any] = {"task": self.tasks[task], "split": split, "index": i}
+            row = {"task": self.tasks[task], "split": split, "index": i, "size": count}
             rows.append({**row, "level": turn % self.levels} if self.levels else row)
         return rows
 
@@ -84,8 +87,9 @@ class ReasoningGym(Environment):
         row = self.row
         name, level = row.get("task", self.tasks[0]), row.get("level", self.level)
         seed = derive_seed("reasoning_gym", row.get("split", "train")) % 2**30
-        self.data = _make_dataset(name, level, self.only_level, self.config, seed, 2**20)
-        self.entry = self.data[row.get("index", self.seed % 2**20)]
+        size = row.get("size", _DEFAULT_SIZE)
+        self.data = _make_dataset(name, level, self.only_level, self.config, seed, size)
+        self.entry = self.data[row.get("index", self.seed % size)]
         return (
             f"{self.entry['question']}\n{self.suffix}"
             if self.suffix

@@ -117,7 +117,7 @@ def check_context(
         return True
     if episode.transitions:
         episode.end(truncated=True, context_overflow=1.0)
-        _add_final_result(episode, builder, episode.env.on_context_overflow())
+        _add_final_result(episode, builder)
     else:
         exceeded_limit = (
             f"episode's limit of {builder.max_tokens}"
@@ -132,12 +132,13 @@ def check_context(
     return False
 
 
-def _add_final_result(episode: EpisodeState, builder: EnvGroupBuilder, final_result: Any) -> None:
+def _add_final_result(episode: EpisodeState, builder: EnvGroupBuilder) -> None:
     """Add the result of `Env.on_context_overflow` to the episode's last turn: a StepResult, a
     promise of a StepResult, or None.
     """
     try:
-        result = final_result.result() if hasattr(final_result, "result") else final_result
+        reply = episode.env.on_context_overflow()
+        result = reply.result() if hasattr(reply, "result") else reply
     except EpisodeFailed as failed:
         episode.error = str(failed)
         return
@@ -182,7 +183,7 @@ def record_step(
     result: StepResult,
 ) -> None:
     """Record the result of an action. Waits for the reward if it is pending. A reward that is no
-    finite number fails the episode.
+    finite number, of any seat, fails the episode.
     """
     reward, metrics, episode.error = resolve_reward(result, episode, builder)
     reward += episode.pending_rewards.pop(seat, 0.0)
@@ -198,7 +199,10 @@ def record_step(
             seat,
         )
     )
-    for other, earned in result.rewards.items():
+    for other, value in result.rewards.items():
+        if (earned := _to_finite(value)) is None:
+            episode.error = _describe_invalid_reward(value, episode, builder)
+            continue
         turn = episode.last_turn_of(other)
         if turn is None:
             episode.pending_rewards[other] = episode.pending_rewards.get(other, 0.0) + earned
@@ -221,16 +225,20 @@ def resolve_reward(
     if not isinstance(result.reward, PendingScore):
         if (reward := _to_finite(result.reward)) is not None:
             return reward, result.metrics, None
-        error = (
-            f"{name_episode(builder, episode.index)} gave the reward {result.reward!r:.100}; a "
-            "finite number is expected"
-        )
-        return 0.0, result.metrics, error
+        return 0.0, result.metrics, _describe_invalid_reward(result.reward, episode, builder)
     score: Score = result.reward.result()
     return (
         score.reward if score.reward is not None else 0.0,
         {**result.metrics, **score.metrics},
         score.error,
+    )
+
+
+def _describe_invalid_reward(value: Any, episode: EpisodeState, builder: EnvGroupBuilder) -> str:
+    """Return the error of an episode whose environment gave a reward that is no finite number."""
+    return (
+        f"{name_episode(builder, episode.index)} gave the reward {value!r:.100}; a finite number "
+        "is expected"
     )
 
 

@@ -322,7 +322,6 @@ class RolloutEngine:
             result = self.executor.take_result(key)
         except EpisodeFailed as error:
             episode.error = failed[key] = str(error)
-            episode.env.left_out = True
             self.finish_episode(episode)
             return
         if isinstance(result, BaseException):
@@ -340,7 +339,6 @@ class RolloutEngine:
             episode.observation, episode.stop = result
         else:
             record_step(episode, builder, action, seat, result)
-            episode.env.left_out = episode.error is not None
         if (
             episode.has_ended
             or not check_turns(
@@ -395,6 +393,7 @@ class RolloutEngine:
 
     def finish_episode(self, episode: EpisodeState) -> None:
         """End an episode, for any reason."""
+        episode.env.left_out = episode.error is not None
         self._release_episode(episode)
         self.recorded_actions.pop(episode.key, None)
         self.groups[episode.group].running_episodes -= 1

@@ -25,9 +25,10 @@ def build_rollout_rows(
     holds the whole episode as `turns`, see `build_turn_entries`.
     """
     for g, group in enumerate(rollouts.groups):
-        for i, (trajectory, reward) in enumerate(
-            zip(group.trajectories_G, group.get_total_rewards(), strict=True)
-        ):
+        members = zip(
+            group.trajectories_G, group.get_total_rewards(), group.get_final_metrics(), strict=True
+        )
+        for i, (trajectory, reward, metrics) in enumerate(members):
             turn = trajectory.transitions[-1]
             row = {
                 "group": g,
@@ -42,7 +43,7 @@ def build_rollout_rows(
                 "version": turn.ac.version,
                 **_drop_unknown(versions=turn.ac.versions),
                 "temperature": temperature,
-                "metrics": turn.metrics,
+                "metrics": metrics,
             }
             if renderer is not None:
                 row |= {

@@ -123,6 +123,15 @@ class TrajectoryGroup:
             for trajectory, final in zip(self.trajectories_G, self.final_rewards_G, strict=True)
         ]
 
+    def get_final_metrics(self) -> list[dict[str, float]]:
+        """Return the metrics of each episode, of length G: those of its last turn, and those of the
+        episode as a whole.
+        """
+        return [
+            {**trajectory.transitions[-1].metrics, **metrics}
+            for trajectory, metrics in zip(self.trajectories_G, self.metrics_G, strict=True)
+        ]
+
 
 @dataclass(slots=True)
 class RolloutBatch:

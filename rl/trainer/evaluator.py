@@ -108,7 +108,9 @@ def make_response_rows(
     expected = {problem.index: problem.meta.get("answer") for problem in problems}
     rows = []
     for group in groups:
-        for trajectory, reward in zip(group.trajectories_G, group.get_total_rewards(), strict=True):
+        for trajectory, reward, metrics in zip(
+            group.trajectories_G, group.get_total_rewards(), group.get_final_metrics(), strict=True
+        ):
             turn = trajectory.transitions[-1]
             # the last message is the prompt, which has a separate key
             logs = {name: value for name, value in turn.logs.items() if name != "messages"}
@@ -118,7 +120,7 @@ def make_response_rows(
                     **logs,
                     "expected": expected[group.problem_index],
                     "reward": reward,
-                    **turn.metrics,
+                    **metrics,
                     "tokens": len(turn.ac.tokens),
                 }
             )
@@ -130,8 +132,9 @@ def compute_evaluation_metrics(groups: Sequence[TrajectoryGroup], samples: int) 
     their standard errors, with the responses clustered by problem.
 
     `groups`: those of all seeds; a problem has a group for each seed. `samples`: the number of
-    responses to a problem, of all seeds; pass@k is added if it is more than 1. Correctness is known
-    if the reward reports it (its metric `correct`) or if all rewards are 0 or 1.
+    responses to a problem, of all seeds; pass@k is added if it is more than 1 and correctness is 0
+    or 1 for all responses. Correctness is known if the reward reports it (its metric `correct`) or
+    if all rewards are 0 or 1.
     """
     metrics = compute_group_metrics(groups)
     result = {
@@ -141,9 +144,7 @@ def compute_evaluation_metrics(groups: Sequence[TrajectoryGroup], samples: int) 
     }
     rewards_P_G = _merge_by_problem(groups, [group.get_total_rewards() for group in groups])
     correct_P_G = _collect_metric(groups, "correct")
-    if not any(correct_P_G) and all(
-        reward in (0.0, 1.0) for rewards_G in rewards_P_G for reward in rewards_G
-    ):
+    if not any(correct_P_G) and _is_binary(rewards_P_G):
         correct_P_G = rewards_P_G
         result["correct"] = mean(reward for correct_G in correct_P_G for reward in correct_G)
     _add_error(result, "mean reward", rewards_P_G)
@@ -153,7 +154,14 @@ def compute_evaluation_metrics(groups: Sequence[TrajectoryGroup], samples: int) 
             values_P_G = _collect_metric(groups, name)
             counts_P_G = _collect_metric(groups, other) if other is not None else None
             _add_error(result, label, values_P_G, counts_P_G)
-    return {**result, **(compute_pass_at_k(correct_P_G, samples) if samples > 1 else {})}
+    if samples > 1 and _is_binary(correct_P_G):
+        result |= compute_pass_at_k(correct_P_G, samples)
+    return result
+
+
+def _is_binary(values_P_G: Sequence[Sequence[float]]) -> bool:
+    """Return whether all values are 0 or 1."""
+    return all(value in (0.0, 1.0) for values_G in values_P_G for value in values_G)
 
 
 def _add_error(
@@ -192,11 +200,7 @@ def _merge_by_problem(
 def _collect_metric(groups: Sequence[TrajectoryGroup], name: str) -> list[list[float]]:
     """Return a metric of the responses to each problem, of those that have it."""
     values_P_G = [
-        [
-            turn.metrics[name]
-            for trajectory in group.trajectories_G
-            if name in (turn := trajectory.transitions[-1]).metrics
-        ]
+        [metrics[name] for metrics in group.get_final_metrics() if name in metrics]
         for group in groups
     ]
     return _merge_by_problem(groups, values_P_G)

@@ -150,6 +150,8 @@ def test_a_reward_of_whole_episodes_gets_the_columns_of_the_row(play):
     with Scorer(register_reward("length_of_this_test", episode=True)(length)) as scorer:
         scored = add_episode_rewards(result, scorer)
     assert [group.metrics_G[0]["reward/episode"] for group in scored.groups] == [1.0, 0.0]
+    rows = build_rollout_rows(scored, None, 1.0)
+    assert [row["metrics"]["reward/episode"] for row in rows] == [1.0, 0.0]
 
 
 class InParts(Environment):
@@ -618,6 +620,17 @@ def test_notes_are_kept_by_their_keys():
     with pytest.raises(ValueError, match="at most 100000 characters"):
         put("c", "x" * 100_000)
     assert keys() == "b"
+
+
+def test_concurrent_calls_lose_no_note():
+    store, interval = KeyValueStore(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda i: [store.put(f"{i}/{j}", "") for j in range(50)], range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(store.values) == 400
 
 
 # ------------------------------------------------------------------------------------------- search

@@ -51,9 +51,12 @@ def package(monkeypatch):
 
 
 class SumDataset:
-    """A reasoning-gym dataset: sums of two numbers below 10 to the power of config["digits"]."""
+    """A reasoning-gym dataset: sums of two numbers below 10 to the power of config["digits"]. It
+    takes at most 20,000 items, as word_ladder does.
+    """
 
     def __init__(self, config):
+        assert config["size"] <= 20_000
         self.config = config
 
     def __getitem__(self, index):

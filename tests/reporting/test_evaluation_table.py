@@ -20,9 +20,9 @@ from rl.reporting import (
     read_evaluation,
 )
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
-from rl.trainer import compute_evaluation_metrics
+from rl.trainer import compute_evaluation_metrics, make_response_rows
 from rl.trainer.evaluator import compute_clustered_error
-from rl.types import ModelInput, SampledSequence
+from rl.types import ModelInput, Problem, SampledSequence
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -112,6 +112,25 @@ def test_seeds_and_samples_share_problems():
     ]
     assert metrics["pass@2"] == pytest.approx(np.mean(pairs))
     assert metrics["pass@4"] == 1.0 and metrics["truncated"] == 0.0
+
+
+def test_the_correctness_that_a_reward_of_episodes_reports_counts():
+    """It is a metric of the episode, not of its last turn."""
+    groups = [make_group(problem, [{"reward": 1.0}] * 4) for problem in range(2)]
+    for group in groups:
+        group.metrics_G = [{"correct": float(i % 2)} for i in range(4)]
+    metrics = compute_evaluation_metrics(groups, 4)
+    assert metrics["correct"] == metrics["pass@1"] == 0.5 and metrics["pass@4"] == 1.0
+    rows = make_response_rows(groups[:1], [Problem([], index=0)])
+    assert [row["correct"] for row in rows] == [0.0, 1.0] * 2
+
+
+@pytest.mark.parametrize("correct", [0.4, 2.0, -1.0])
+def test_partly_correct_answers_have_no_pass_at_k(correct):
+    group = make_group(0, [{"reward": correct, "correct": correct}] * 4)
+    metrics = compute_evaluation_metrics([group], 4)
+    assert metrics["correct"] == pytest.approx(correct)
+    assert not [name for name in metrics if "pass@" in name]
 
 
 def test_accuracies_of_instructions():

@@ -241,6 +241,8 @@ class DeferredResultEnv(CountdownEnv):
     closed = 0
 
     def on_context_overflow(self):
+        if isinstance(self.owes, Exception):
+            raise self.owes
         return self.owes
 
     def close(self):
@@ -270,18 +272,19 @@ def owing_group(limit: int, kinds) -> CountdownGroupBuilder:
 
 def list_owed_results() -> list:
     last, lost = StepResult(5.0, True, metrics={"late": 2.0}), EpisodeFailed("lost the score")
-    return [None, last, *map(FakeFuture, (last, lost, None))]
+    return [None, last, *map(FakeFuture, (last, lost, None)), lost]
 
 
 def check_owed(result, group) -> None:
     (played,) = result.groups
-    assert result.errors == ["lost the score"]
+    assert result.errors == ["lost the score"] * 2
+    assert [env.left_out for env in group.envs] == [False, False, False, True, False, True]
     last = [episode.transitions[-1] for episode in played.trajectories_G]
     assert [turn.reward for turn in last] == [1.0, 6.0, 6.0, 1.0]
     assert [turn.metrics.get("late") for turn in last] == [None, 2.0, 2.0, None]
     assert all(turn.truncated and turn.metrics["context_overflow"] == 1.0 for turn in last)
     assert played.get_total_rewards() == [11.0, 16.0, 16.0, 11.0]
-    assert [env.closed for env in group.envs] == [1] * 5
+    assert [env.closed for env in group.envs] == [1] * 6
 
 
 def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler):
@@ -289,12 +292,18 @@ def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler)
     check_owed(rollout([group], sampler, PARAMS, seed=2), group)
 
 
+@pytest.mark.parametrize("field", ["reward", "rewards"])
 @pytest.mark.parametrize("reward", [float("nan"), None, "much"])
-def test_a_reward_that_is_no_finite_number_costs_its_episode(sampler, reward):
+def test_a_reward_that_is_no_finite_number_costs_its_episode(sampler, reward, field):
+    """So does a reward of another seat."""
+
     class Faulty(CountdownEnv):
+        players = (None, "other")
+
         def step(self, action):
             result = super().step(action)
-            return replace(result, reward=reward) if self.turns == 2 else result
+            wrong = {field: {1: reward} if field == "rewards" else reward}
+            return replace(result, **wrong) if self.turns == 2 else result
 
     result = rollout([Of(Faulty, 3, [2, 1])], sampler, PARAMS, seed=2)
     (group,) = result.groups
