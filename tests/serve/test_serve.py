@@ -290,6 +290,7 @@ def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_
         again = Wire(first)
         assert "repeat the forward_backward" in again.wait(again.step(model, 4))["error"]
 
+
 def test_a_number_that_never_arrives_is_skipped(wires, model_server, monkeypatch):
     monkeypatch.setattr("rl.serve.served_models._LOST_SECONDS", 0.1)
     model = wires.model()
@@ -318,6 +319,8 @@ def test_what_is_anothers_does_not_exist(tmp_path):
             theirs.complete(404, model=name)
             reply = theirs.http.post("/v1/chat/completions", json={"model": name, **chat})
             assert reply.status_code == 404, name
+        error = mine.complete(404, model="none")["error"]
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
         theirs.ask(model, 3, make_text_datums(), status=404)
         number, reference = {"model_id": model, "seq_id": 3}, {"session_id": theirs.session}
         for verb, status, fields in [
