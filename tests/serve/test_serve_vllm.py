@@ -113,6 +113,7 @@ def test_a_server_that_lost_its_adapters_gets_them_again(servers, connect):
     check_samples(policy, sampler)
 
 
+@pytest.mark.filterwarnings("ignore:.*its samples are requested again")
 def test_a_client_over_http_samples_from_its_adapter(servers, tmp_path):
     (stub,), urls = servers()
     sampler = SamplerSettings(kind="vllm", urls=urls, folder=str(tmp_path / "weights"))
