@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
@@ -37,6 +38,8 @@ from rl.serve.schemas import read_body
 from rl.types import Message, SampledSequence, SampleResponse, SamplingParams
 
 _GREEDY_TOKEN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, stop=None)
+# threads that wait until a model is loaded; other requests use those of `asyncio.to_thread`
+_LOADING_EXECUTOR = ThreadPoolExecutor(32, "whetstone-load")
 
 TopRow = Sequence[tuple[int, float]] | None  # (id, logprob) of a position, most likely first
 # for each sampled token: (id, logprob), most likely first
@@ -193,8 +196,13 @@ class SamplingReply:
         return result
 
     async def _load_tokenizer(self) -> Any:
-        """Return the tokenizer of the model, which may have to be loaded; None if it has none."""
-        return await asyncio.to_thread(self.backend.tokenizer, self.body.model, self.session.owner)
+        """Return the tokenizer of the model; None if it has none."""
+        return await self._wait_for_model(self.backend.tokenizer)
+
+    async def _wait_for_model(self, load: Callable[[str | None, str], Any]) -> Any:
+        """Return `load(model, owner)`, which may wait until the model is loaded."""
+        arguments = self.body.model, self.session.owner
+        return await asyncio.get_running_loop().run_in_executor(_LOADING_EXECUTOR, load, *arguments)
 
     def _record_text(self, prompt: list[int], sequence: SampledSequence, text: str) -> None:
         """Record a turn whose prompt is not a chat."""
@@ -234,8 +242,7 @@ class ChatReply(SamplingReply):
                 "top_logprobs",
             )
         self.n, self.num_likely = body.n, body.top_logprobs
-        load = self.backend.renderer
-        renderer = await asyncio.to_thread(load, body.model, self.session.owner)
+        renderer = await self._wait_for_model(self.backend.renderer)
         with report_as_field_error("chat_template_kwargs", "chat_template_kwargs: "):
             renderer = renderer.with_settings(body.chat_template_kwargs)
         with report_as_field_error("tools"):
@@ -454,7 +461,12 @@ class TokenReply(SamplingReply):
         fields = self.body.sampling_params
         self.n = fields.n
         self.params = fields.make_params(fields.max_tokens, prefix="sampling_params.")
-        self.prompts, self.tokenizer = [self.body.token_ids], await self._load_tokenizer()
+        self.prompts = [self.body.token_ids]
+
+    async def _sample(self, *arguments: Any, **options: Any) -> SampleResponse:
+        response = await super()._sample(*arguments, **options)
+        self.tokenizer = await self._load_tokenizer()  # once the queue has accepted the request
+        return response
 
     def make_choice(
         self, index: int, sequence: SampledSequence, top: TopLogprobs | None

@@ -154,10 +154,9 @@ class OpenAIRoutes:
     ) -> Any:
         """Sample the reply to a request, and return the full response or a stream."""
         raw, owner = await request.body(), get_request_owner(request)
-        fields = parse_json_body(raw)
+        body = read_body(body_type, parse_json_body(raw))
         name = request.path_params.get("session") or request.headers.get(SESSION_HEADER)
         session = None if name is None else self.sessions.get_or_create(owner, name)
-        body = read_body(body_type, fields)
         is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
         key = compute_digest(request.url.path.encode("utf-8", "backslashreplace"), raw)
         live = LiveSamples() if body.stream else None

@@ -35,6 +35,7 @@ from rl.types import (
 )
 
 MAX_JSON_BYTES = 32 * 2**20
+MAX_METADATA = 2**16  # characters of user metadata, which are kept as long as the server runs
 MAX_SAMPLES = 2**16  # per request: their ids are sent before sampling, and others wait for them
 _MAX_WINDOW = 1 << 27  # largest window of a frame in bytes, which bounds the decoder's memory
 _MAX_TTL_SECONDS = 10 * 366 * 86400  # longest time to live of a checkpoint, in seconds
@@ -50,12 +51,19 @@ _TYPE_ERRORS = {
 
 
 def _stringify_metadata(value: Any) -> Any:
-    """Return user metadata with texts as values; a value that is not a text becomes its JSON."""
+    """Return user metadata with texts as values; a value that is not a text becomes its JSON.
+
+    Raises a refusal for more than `MAX_METADATA` characters.
+    """
     if not isinstance(value, dict):
         return {} if value is None else value
-    return {
+    metadata = {
         str(key): item if isinstance(item, str) else json.dumps(item) for key, item in value.items()
     }
+    size = sum(len(key) + len(item) for key, item in metadata.items())
+    if size > MAX_METADATA:
+        raise make_refusal(f"has {size} characters, the limit is {MAX_METADATA}: send less")
+    return metadata
 
 
 def _check_size(value: Any) -> Any:
@@ -164,7 +172,7 @@ class CreateSessionBody(JsonBody):
     """Describe a new session."""
 
     user_metadata: Metadata = {}
-    display_name: str | None = None
+    display_name: Annotated[str, Field(max_length=1000)] | None = None
 
 
 class FinishSessionBody(JsonBody):

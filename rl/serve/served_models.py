@@ -49,6 +49,7 @@ SAMPLER_KIND = "sampler_weights"
 # read them
 _MAX_SNAPSHOTS = 8
 _GAP_SECONDS = 10.0  # wait for a sequence number that an earlier server may have used
+_LOST_SECONDS = 600.0  # wait for any other number, whose body may arrive slowly
 
 
 @dataclass(frozen=True)
@@ -117,24 +118,32 @@ class ModelManager:
             job = model.queued_jobs.pop(model.next_seq)
             self.engine.queue.add_early(job.tenant, -1)
             model.next_seq += 1
+            exists = model.client is not None or model.is_written_out
+            if job.verb == "optim_step" and exists:  # later numbers are not of the earlier server
+                model.resumed = False
             self.engine.submit(job)
-        if model.queued_jobs and model.resumed:
+        if model.queued_jobs:
             model.gap_since = model.gap_since or time.monotonic()
 
     def skip_lost_numbers(self) -> None:
-        """Skip numbers that an earlier server used and whose effect was lost.
+        """Skip numbers whose requests do not arrive. The model's next update then fails with an
+        error that says so, instead of waiting forever.
 
-        Their requests never arrive again. After 10 s the model's next update fails with an error
-        that says so, instead of waiting forever.
+        A number that an earlier server used, whose effect was lost, is skipped after 10 s. Any
+        other number, such as that of a request that was refused, is skipped after 10 minutes.
         """
         for model in self.session_store.list_models():
-            if model.gap_since is not None and time.monotonic() - model.gap_since > _GAP_SECONDS:
-                model.batch_error = model.batch_error or (
-                    "the server was restarted, and the gradients accumulated before are lost: "
-                    "repeat the forward_backward of this step"
-                )
-                model.next_seq, model.gap_since = min(model.queued_jobs), None
-                self.submit_ready(model)
+            seconds = _GAP_SECONDS if model.resumed else _LOST_SECONDS
+            if model.gap_since is None or time.monotonic() - model.gap_since <= seconds:
+                continue
+            reason = "the server was restarted, and the gradients accumulated before are lost"
+            if not model.resumed:
+                reason = f"request {model.next_seq} did not arrive within {seconds:.0f} s"
+            model.batch_error = model.batch_error or (
+                f"{reason}: repeat the forward_backward of this step"
+            )
+            model.next_seq, model.gap_since = min(model.queued_jobs), None
+            self.submit_ready(model)
 
     def interrupt_waiting(self) -> None:
         """Answer the requests that wait for an earlier number with "try again": the server ends."""
@@ -143,7 +152,7 @@ class ModelManager:
 
     def _fail_waiting(self, model: ModelRecord, error: Exception) -> None:
         """Remove the requests that wait for an earlier number; `error` becomes their result."""
-        waiting, model.queued_jobs = model.queued_jobs, {}
+        waiting, model.queued_jobs, model.gap_since = model.queued_jobs, {}, None
         for job in waiting.values():
             self.engine.queue.add_early(job.tenant, -1)
             if job.done.set_running_or_notify_cancel():
@@ -568,7 +577,7 @@ class ModelManager:
             try:
                 base = self.engine.settings.find_base(model)
             except UserError as error:
-                raise HttpError(404, str(error)) from None
+                raise HttpError(404, str(error), "model", code="model_not_found") from None
             return functools.partial(self.get_base_client, base)
         return functools.partial(self.sampling_client, sampler)
 

@@ -103,8 +103,9 @@ class ModelRecord(TenantRecord):
     is_written_out: bool = False  # whether `live/` holds the current state
     # `last_started_seq` when `live/` was written: requests that change no weights have numbers too
     written_seq: int = 0
-    # monotonic time since which a number is missing that an earlier server may have run
+    # monotonic time since which later requests wait for `next_seq`
     gap_since: float | None = None
+    # whether an earlier server may have run the requests before the next update
     resumed: bool = False
     lora_rank: int | None = None
     # of the body of the request that created the model; empty: an earlier release created it

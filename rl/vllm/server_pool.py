@@ -36,6 +36,12 @@ class RejectedRequestError(UserError):
     """Report a request that a server refuses and that another attempt cannot help."""
 
 
+class UnavailableServerError(UserError):
+    """Report that no server has the weights or returns a right sample."""
+
+    status_code = 503
+
+
 class ServerPool:
     """Hold the servers, and the weights that they have.
 
@@ -190,8 +196,8 @@ class ServerPool:
         """Load weights into all servers, also into those that failed before. Return which servers
         have them, for `set_weights` on all ranks.
 
-        `used_adapters`: of all ranks, which servers may load again. Raises UserError if no server
-        has the weights, or a server kept other weights.
+        `used_adapters`: of all ranks, which servers may load again. Raises UnavailableServerError
+        if no server has the weights, or a server kept other weights.
         """
         folders = {weights.folder, weights.model.folder}
         folders |= {weights.folder.parent / name for name in used_adapters}
@@ -214,9 +220,9 @@ class ServerPool:
         messages = [str(error) for error in failures]
         for failure in failures:
             if failure.has_wrong_weights:
-                raise UserError(f"{failure}. Nothing was sampled with these weights")
+                raise UnavailableServerError(f"{failure}. Nothing was sampled with these weights")
         if len(messages) == len(self.servers):
-            raise UserError(
+            raise UnavailableServerError(
                 f"no vLLM server has the new weights: {messages[0]}. Every server must see "
                 f"{weights.folder} under this path (sampler_folder); {self.servers[0].remedy}"
             )
@@ -262,9 +268,9 @@ class ServerPool:
         A server that fails gets no more samples until it has loaded weights, and its work is sent
         to another server, or to the same if no other has the weights. `is_needed`: whether a
         failed request is sent again; otherwise its VllmServerError is raised. Raises
-        UserError, naming the server, after `ATTEMPTS` attempts. An attempt during which a server
-        of this run failed does not count. Raises RejectedRequestError if the server refuses the
-        request.
+        UnavailableServerError, naming the server, after `ATTEMPTS` attempts. An attempt during
+        which a server of this run failed does not count. Raises RejectedRequestError if the server
+        refuses the request.
         """
         attempt = 0
         while True:
@@ -293,7 +299,7 @@ class ServerPool:
                         stacklevel=2,
                     )
                 if error.rejected or attempt == ATTEMPTS:
-                    kind = RejectedRequestError if error.rejected else UserError
+                    kind = RejectedRequestError if error.rejected else UnavailableServerError
                     raise kind(
                         f"{error} ({attempt} attempts). No sample of it was used; {server.remedy}"
                     ) from error

@@ -554,7 +554,9 @@ def test_a_session_is_scored_shown_and_dropped(tiny):
         assert reply.status_code == 400 and reply.json()["error"]["param"], wrong
     shown = tiny.http.get("/session/x").json()
     assert shown["reward"] == 0.5 and shown["metrics"] == {"steps": 3.0} and shown["done"]
-    assert "x" in tiny.http.get("/sessions").json()["sessions"]
+    assert tiny.http.post("/session/refused/v1/chat/completions", json={}).status_code == 400
+    names = tiny.http.get("/sessions").json()["sessions"]
+    assert "x" in names and "refused" not in names
     last = tiny.sessions.find("", "x").make_trajectory().transitions[-1]
     assert last.reward == 0.5 and last.episode_done and last.metrics["steps"] == 3.0
     assert tiny.http.delete("/session/x").json() == {"deleted": True}

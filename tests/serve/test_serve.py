@@ -281,9 +281,28 @@ def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_
         first.model_manager.skip_lost_numbers()
         assert "repeat the forward_backward" in again.wait(request)["error"]
         assert again.train(model, 5, make_text_datums())[1]["metrics"]["grad_norm"] > 0
+        late = again.step(model, 8)  # the body of number 7 arrives slowly
+        time.sleep(0.2)
+        first.do_upkeep()
+        again.output(again.ask(model, 7, make_text_datums()))
+        assert again.wait(late)["metrics"]["grad_norm"] > 0
     with server(tmp_path / "a", resume=True) as first:  # a server that was stopped regularly
         again = Wire(first)
         assert "repeat the forward_backward" in again.wait(again.step(model, 4))["error"]
+
+
+def test_a_number_that_never_arrives_is_skipped(wires, model_server, monkeypatch):
+    monkeypatch.setattr("rl.serve.served_models._LOST_SECONDS", 0.1)
+    model = wires.model()
+    request = wires.step(model, 2)
+    time.sleep(0.2)
+    model_server.do_upkeep()
+    assert "request 1 did not arrive within 0 s" in wires.wait(request)["error"]
+    assert wires.train(model, 3, make_text_datums())[1]["metrics"]["grad_norm"] > 0
+    wires.step(model, 6)
+    wires.post(f"sessions/{wires.session}/finish", 204)
+    time.sleep(0.2)
+    model_server.do_upkeep()  # no number of an ended session is waited for
 
 
 def test_what_is_anothers_does_not_exist(tmp_path):
@@ -300,6 +319,8 @@ def test_what_is_anothers_does_not_exist(tmp_path):
             theirs.complete(404, model=name)
             reply = theirs.http.post("/v1/chat/completions", json={"model": name, **chat})
             assert reply.status_code == 404, name
+        error = mine.complete(404, model="none")["error"]
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
         theirs.ask(model, 3, make_text_datums(), status=404)
         number, reference = {"model_id": model, "seq_id": 3}, {"session_id": theirs.session}
         for verb, status, fields in [

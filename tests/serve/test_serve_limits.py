@@ -315,6 +315,9 @@ def test_sessions_models_tokens_and_open_requests_are_bounded(tmp_path):
         full = other.http.post("/api/v1/create_session", json={"tags": []})
         assert full.status_code == 429 and "--sessions" in full.text
         assert float(full.headers["retry-after"]) > 0
+        large = {"user_metadata": {"notes": "a" * 2**16}}
+        refused = wires.http.post("/api/v1/create_session", json=large)
+        assert refused.status_code == 400 and "user_metadata has 65541 characters" in refused.text
         model = wires.model()
         full = wires.http.post("/api/v1/create_model", json=wires.model_body(1))
         assert full.status_code == 429 and "--models" in full.text

@@ -113,6 +113,7 @@ def test_a_server_that_lost_its_adapters_gets_them_again(servers, connect):
     check_samples(policy, sampler)
 
 
+@pytest.mark.filterwarnings("ignore:.*its samples are requested again")
 def test_a_client_over_http_samples_from_its_adapter(servers, tmp_path):
     (stub,), urls = servers()
     sampler = SamplerSettings(kind="vllm", urls=urls, folder=str(tmp_path / "weights"))
@@ -132,6 +133,9 @@ def test_a_client_over_http_samples_from_its_adapter(servers, tmp_path):
         datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": targets})
         (row,) = wires.score(model, 2, [datum])
         np.testing.assert_allclose(logprobs, row[2:], atol=1e-5)
+        stub.fault, name = "http 500", f"{wires.session}:sample:0"  # no fault of a client
+        assert wires.wait(wires.ask_sample(name, 1, [3, 4, 5]))["category"] == "server"
+        assert wires.complete(503, model=name)["error"]["type"] == "server_error"
 
 
 def test_servers_without_adapters_are_refused(servers, connect):

@@ -12,7 +12,16 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from serving import BASE, PROTOBUF, Wire, open_server, run_server, server, until
+from serving import (
+    BASE,
+    PROTOBUF,
+    Wire,
+    hold_requests,
+    open_server,
+    run_server,
+    server,
+    until,
+)
 from test_serve import make_text_datums
 from transformers import PreTrainedTokenizerFast
 
@@ -272,6 +281,43 @@ def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypat
         for thread in threads:
             thread.join()
         assert len(made) == 1 and len({id(client) for client in results}) == 1
+
+
+def test_chats_with_a_model_that_is_being_loaded_do_not_hold_other_requests(tmp_path, monkeypatch):
+    body = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
+    with server(tmp_path) as first:
+        gate, create = threading.Event(), first.engine.service.create_sampling_client
+
+        def wait_and_create(**named):
+            assert gate.wait(60)
+            return create(**named)
+
+        monkeypatch.setattr(first.engine.service, "create_sampling_client", wait_and_create)
+
+        async def ask():
+            options = {"transport": httpx.ASGITransport(first.app), "base_url": "http://server"}
+            async with httpx.AsyncClient(**options, timeout=60) as http:
+                send = http.post
+                chats = [
+                    asyncio.create_task(send("/v1/chat/completions", json=body)) for _ in range(40)
+                ]
+                await asyncio.sleep(0.2)
+                try:
+                    session = send("/api/v1/create_session", json={})
+                    statuses = [(await asyncio.wait_for(session, 20)).status_code]
+                finally:
+                    gate.set()
+                return statuses + [(await chat).status_code for chat in chats]
+
+        assert set(asyncio.run(ask())) == {200}
+
+
+def test_a_full_queue_refuses_token_ids_before_their_model_is_loaded(tmp_path, monkeypatch):
+    loads = []
+    with server(tmp_path, queued=1) as first, hold_requests(first):
+        monkeypatch.setattr(first.model_manager, "tokenizer", lambda *names: loads.append(names))
+        answer = Wire(first).http.post("/inference/v1/generate", json={"token_ids": [4, 5]})
+        assert answer.status_code == 429 and not loads
 
 
 def test_a_server_ends_in_time_and_writes_its_models_though_work_never_ends(tmp_path):
