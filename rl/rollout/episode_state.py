@@ -138,7 +138,7 @@ def _add_final_result(episode: EpisodeState, builder: EnvGroupBuilder) -> None:
     """
     try:
         reply = episode.env.on_context_overflow()
-        result = reply.result() if hasattr(reply, "result") else reply
+        result = reply if reply is None or isinstance(reply, StepResult) else reply.result()
     except EpisodeFailed as failed:
         episode.error = str(failed)
         return
