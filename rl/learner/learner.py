@@ -50,7 +50,7 @@ from rl.learner.microbatches import (
 from rl.learner.packing import PackedBatch
 from rl.learner.router_aux_loss import RouterAuxLoss
 from rl.learner.sampling_record import SamplingRecord
-from rl.learner.varlen_attention import VarlenAttention, supports_varlen_attention
+from rl.learner.varlen_attention import make_varlen_attention
 from rl.losses import LossSpec
 from rl.models import (
     LoadedModel,
@@ -295,9 +295,11 @@ class Learner:
             training=training,
             device=self.accelerator.device,
         )
-        self.varlen = VarlenAttention() if self._tries_varlen() else None
+        self.varlen = None
+        if self.context_parallel is None and not self.uses_flash_attention:
+            self.varlen = make_varlen_attention(self.model, self.accelerator, self.settings.varlen)
         faults = probe(varlen=self.varlen)
-        if self.varlen is not None and (candidates[1] in faults or not self._kernel_agrees()):
+        if self.varlen is not None and (candidates[1] in faults or not self.varlen.kernel_agrees()):
             self.varlen = None
             faults = probe()
         kind = type(unwrap_model(self.model)).__name__
@@ -323,34 +325,6 @@ class Learner:
         self.layouts = set(candidates) - faults.keys()
         if self.context_parallel is not None:
             check_on_all_ranks(model, self.context_parallel, self.layouts, self.loaded.name)
-
-    def _tries_varlen(self) -> bool:
-        """Return whether attention may take the lengths of sequences: the same on all ranks."""
-        if self.context_parallel is not None or self.uses_flash_attention:
-            return False
-        if self.settings.varlen is not None:
-            return self.settings.varlen
-        is_half = self._compute_dtype().itemsize == 2
-        return (
-            self.accelerator.device.type == "cuda"
-            and is_half
-            and supports_varlen_attention(self.model)
-        )
-
-    def _kernel_agrees(self) -> bool:
-        """Return whether torch's kernel agrees with the loop on all ranks, if they have it."""
-        device = self.accelerator.device
-        if self.varlen is None or device.type != "cuda":
-            return True
-        agrees = self.varlen.kernel_agrees(device, self._compute_dtype())
-        failures = torch.tensor([float(not agrees)], device=device)
-        collectives.all_sum_([failures])
-        return not float(failures)
-
-    def _compute_dtype(self) -> torch.dtype:
-        """Return the dtype of a forward's products."""
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return dtypes.get(self.accelerator.mixed_precision, next(self.model.parameters()).dtype)
 
     # ---------------------------------------------------------------------------- forward, backward
 
