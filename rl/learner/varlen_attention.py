@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import check_kernels_agree
+from rl.distributed import collectives
 from rl.models import unwrap_model
 
 
@@ -217,14 +218,34 @@ def supports_varlen_attention(model: Any) -> bool:
     return has_arguments and unwrap_model(model).config._attn_implementation == "sdpa"
 
 
+def make_varlen_attention(
+    model: Any, accelerator: Any, requested: bool | None
+) -> VarlenAttention | None:
+    """Return the attention of a learner, None if it needs masks: the same on all ranks.
+    `requested`: None chooses it for half precision on CUDA, if torch and the model support it.
+    """
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = dtypes.get(accelerator.mixed_precision, next(model.parameters()).dtype)
+    if requested is None:
+        is_half_on_gpu = accelerator.device.type == "cuda" and dtype.itemsize == 2
+        requested = is_half_on_gpu and supports_varlen_attention(model)
+    return VarlenAttention(None, accelerator.device, dtype) if requested else None
+
+
 class VarlenAttention:
     """Let a model attend within the sequences of a row, and remember the shapes of its layers.
 
-    `attend`: None chooses the kernel for half precision on CUDA, and the loop elsewhere.
+    `attend`: None chooses the kernel for half precision on CUDA, and the loop elsewhere. `device`
+    and `dtype`: those of the learner's attention, on which the kernel is tried.
     """
 
-    def __init__(self, attend: AttendFunction | None = None):
-        self.attend = attend
+    def __init__(
+        self,
+        attend: AttendFunction | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
+        self.attend, self.device, self.dtype = attend, device, dtype
         self.shapes: set[HeadShape] = set()
 
     def use(self, model: Any, bounds: SequenceBounds | None) -> AbstractContextManager[None]:
@@ -268,14 +289,18 @@ class VarlenAttention:
         attend = self.attend or (attend_by_kernel if half else attend_by_loop)
         return attend(query, key, value, bounds, scaling, sliding_window)[None], None
 
-    def kernel_agrees(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return whether a trial on a CUDA device agrees with the loop for all remembered
-        shapes.
+    def kernel_agrees(self) -> bool:
+        """Return whether the kernel agrees with the loop for all remembered shapes, on all ranks.
+        Off CUDA there is nothing to try.
         """
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return all(
-            check_kernels_agree(shape, index, dtype) for shape in sorted(self.shapes, key=str)
-        )
+        if self.device is None or self.device.type != "cuda":
+            return True
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        shapes = sorted(self.shapes, key=str)
+        agrees = all(check_kernels_agree(shape, index, self.dtype) for shape in shapes)
+        failures = torch.tensor([float(not agrees)], device=self.device)
+        collectives.all_sum_([failures])
+        return not float(failures)
 
 
 @dataclass(frozen=True)
