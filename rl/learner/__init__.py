@@ -14,11 +14,23 @@ from rl.learner.learner import Learner, LearnerSettings
 from rl.learner.learner_checkpoint import ModelSpec, read_learner_state
 from rl.learner.logprob_head import HeadRequest, LogprobHead
 from rl.learner.microbatches import RankBatch
+from rl.learner.packing import KEYS_PER_POSITION
+from rl.learner.varlen_attention import (
+    SequenceBounds,
+    VarlenAttention,
+    attend_by_kernel,
+    supports_varlen_attention,
+)
 
 __all__ = [
     "RankBatch",
     "ContextParallel",
+    "SequenceBounds",
     "SequenceShard",
+    "attend_by_kernel",
+    "supports_varlen_attention",
+    "KEYS_PER_POSITION",
+    "VarlenAttention",
     "check_divisible",
     "check_experts",
     "keep_experts_",

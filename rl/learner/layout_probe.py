@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl.distributed import collectives
 from rl.layers import describe_layers, shrink_window, truncated_layers
 from rl.learner.packing import PackedBatch, collate, make_units
-from rl.learner.varlen_attention import use_varlen_attention
+from rl.learner.varlen_attention import VarlenAttention
 from rl.models import (
     get_vocab_size,
     seeded_torch,
@@ -122,14 +123,18 @@ class ProbeError(Exception):
 
 
 def find_layout_faults(
-    model: Any, layouts: Sequence[str], *, training: bool = False, varlen: bool = False
+    model: Any,
+    layouts: Sequence[str],
+    *,
+    training: bool = False,
+    varlen: VarlenAttention | None = None,
 ) -> dict[str, str]:
     """Return the reason that a layout is not exact, by layout; an exact layout is not listed.
 
     "padded" means the plain model in a plain batch. The probe runs under the ambient autocast, and
     first without it if the weights are float32, which shows faults best. `training`: probe the
-    model's training mode as well, under the name "training". `varlen`: attention takes the lengths
-    of sequences (rl.learner.varlen_attention). Generators, buffers and the mode of every module are
+    model's training mode as well, under the name "training". `varlen`: set if attention takes the
+    lengths of sequences. Generators, buffers and the mode of every module are
     restored afterwards.
     """
     device = next(model.parameters()).device
@@ -156,7 +161,7 @@ def find_layout_faults_on_all_ranks(
     *,
     training: bool,
     device: torch.device,
-    varlen: bool = False,
+    varlen: VarlenAttention | None = None,
 ) -> dict[str, str]:
     """Return `find_layout_faults` combined over all ranks.
 
@@ -221,7 +226,11 @@ class _LayoutProbe:
     """
 
     def __init__(
-        self, model: Any, tolerances: tuple[float, float], varlen: bool, is_retry: bool = False
+        self,
+        model: Any,
+        tolerances: tuple[float, float],
+        varlen: VarlenAttention | None,
+        is_retry: bool = False,
     ):
         self.model, self.inner = model, unwrap_model(model)
         self.tolerances, self.varlen, self.is_retry = tolerances, varlen, is_retry
@@ -395,7 +404,7 @@ class _LayoutProbe:
         """Return the sequences (or those in `indices`) as a batch in a layout."""
         datums = sequences.datums if indices is None else [sequences.datums[i] for i in indices]
         units = make_units(datums, layout, 10**9)
-        return collate(datums, units, layout, self.device, varlen=self.varlen)
+        return collate(datums, units, layout, self.device, varlen=self.varlen is not None)
 
     def _run_separately(self, sequences: ProbeSequences) -> ProbeOutputs:
         """Run each sequence in a separate forward."""
@@ -417,7 +426,7 @@ class _LayoutProbe:
         try:
             with (
                 torch.set_grad_enabled(probed is not None),
-                use_varlen_attention(self.model, batch.bounds),
+                nullcontext() if self.varlen is None else self.varlen.use(self.model, batch.bounds),
                 self._record_states(batch.input_ids.shape, probed is not None) as (leaves, states),
             ):
                 logits = self.model(**inputs, use_cache=False).logits

@@ -8,6 +8,7 @@ not change them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -49,7 +50,7 @@ from rl.learner.microbatches import (
 from rl.learner.packing import PackedBatch
 from rl.learner.router_aux_loss import RouterAuxLoss
 from rl.learner.sampling_record import SamplingRecord
-from rl.learner.varlen_attention import supports_varlen_attention, use_varlen_attention
+from rl.learner.varlen_attention import VarlenAttention, supports_varlen_attention
 from rl.losses import LossSpec
 from rl.models import (
     LoadedModel,
@@ -76,7 +77,7 @@ class LearnerSettings:
     experts. router_aux_loss_coef: see rl.learner.router_aux_loss. context_parallel_size: number of
     ranks that share a micro-batch (rl.learner.context_parallel). expert_parallel_size: number of
     ranks that divide the experts (rl.learner.expert_parallel). varlen: whether attention takes the
-    lengths of sequences (rl.learner.varlen_attention); None: where torch's kernel computes it.
+    lengths of sequences (rl.learner.varlen_attention); None: on CUDA, if torch's kernel can.
     """
 
     token_budget: int = 16384
@@ -192,7 +193,7 @@ class Learner:
             self.length_switch,
             self.reader is not None,
             group,
-            self.varlen,
+            self.varlen is not None,
         )
         kept_bytes, kind = settings.kept_bytes, settings.optimizer
         self.head.kept_bytes = choose_kept_bytes(
@@ -275,8 +276,8 @@ class Learner:
         """Find the exact layouts by probing `model` (rl.learner.layout_probe).
 
         `model` is None on a rank that does not probe. Raises UserError if the requested layout is
-        not exact, or if context parallelism is not. A layout that is not exact with varlen
-        attention is probed again with a mask.
+        not exact, or if context parallelism is not. If attention cannot take the lengths of
+        sequences, layouts are probed again with masks.
         """
         requested, training = self.settings.layout, self.settings.gradient_checkpointing
         candidates = [
@@ -287,18 +288,18 @@ class Learner:
             if self.uses_flash_attention
             else "shared",
         ]
-        self.varlen = self._supports_varlen()
-        while True:
-            faults = find_layout_faults_on_all_ranks(
-                model,
-                sorted(set(candidates)),
-                training=training,
-                device=self.accelerator.device,
-                varlen=self.varlen,
-            )
-            if not self.varlen or candidates[1] not in faults or "padded" in faults:
-                break
-            self.varlen = False
+        probe = functools.partial(
+            find_layout_faults_on_all_ranks,
+            model,
+            sorted(set(candidates)),
+            training=training,
+            device=self.accelerator.device,
+        )
+        self.varlen = VarlenAttention() if self._tries_varlen() else None
+        faults = probe(varlen=self.varlen)
+        if self.varlen is not None and (candidates[1] in faults or not self._kernel_agrees()):
+            self.varlen = None
+            faults = probe()
         kind = type(unwrap_model(self.model)).__name__
         if "padded" in faults:
             raise UserError(
@@ -323,20 +324,33 @@ class Learner:
         if self.context_parallel is not None:
             check_on_all_ranks(model, self.context_parallel, self.layouts, self.loaded.name)
 
-    def _supports_varlen(self) -> bool:
+    def _tries_varlen(self) -> bool:
         """Return whether attention may take the lengths of sequences: the same on all ranks."""
-        if self.context_parallel is not None or self.settings.varlen is not None:
-            return self.context_parallel is None and bool(self.settings.varlen)
-        device = self.accelerator.device
-        if device.type != "cuda":
+        if self.context_parallel is not None or self.uses_flash_attention:
             return False
-        parameters_dtype = next(self.model.parameters()).dtype
-        autocast = torch.is_autocast_enabled(device.type)
-        dtype = torch.get_autocast_dtype(device.type) if autocast else parameters_dtype
-        supported = supports_varlen_attention(self.model, device, dtype)
-        failures = torch.tensor([float(not supported)], device=device)
+        if self.settings.varlen is not None:
+            return self.settings.varlen
+        is_half = self._compute_dtype().itemsize == 2
+        return (
+            self.accelerator.device.type == "cuda"
+            and is_half
+            and supports_varlen_attention(self.model)
+        )
+
+    def _kernel_agrees(self) -> bool:
+        """Return whether torch's kernel agrees with the loop on all ranks, if they have it."""
+        device = self.accelerator.device
+        if self.varlen is None or device.type != "cuda":
+            return True
+        agrees = self.varlen.kernel_agrees(device, self._compute_dtype())
+        failures = torch.tensor([float(not agrees)], device=device)
         collectives.all_sum_([failures])
         return not float(failures)
+
+    def _compute_dtype(self) -> torch.dtype:
+        """Return the dtype of a forward's products."""
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return dtypes.get(self.accelerator.mixed_precision, next(self.model.parameters()).dtype)
 
     # ---------------------------------------------------------------------------- forward, backward
 
@@ -454,7 +468,9 @@ class Learner:
             self.backend.micro_batch(),
             replaying as replay,
             self._split_attention(batch),
-            use_varlen_attention(self.model, batch.bounds),
+            contextlib.nullcontext()
+            if self.varlen is None
+            else self.varlen.use(self.model, batch.bounds),
         ):
             with record_function("whetstone/forward"):
                 value, token_outputs, metrics = self._forward(

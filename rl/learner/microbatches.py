@@ -143,13 +143,13 @@ class MicroBatchPlanner:
             sees, two_forwards = kind[3], kind[1] is None
             same = [datums[i] for i in members]
             layout = "padded" if sees or two_forwards else self._choose_layout(same)
-            together = make_blocks(same, layout, self.token_budget, group)
-            arrangement = "packed" if self.varlen and layout == "shared" else layout
-            costs = [block_cost(same, block, arrangement) for block in together]
+            varlen = self.varlen and layout != "padded"
+            together = make_blocks(same, layout, self.token_budget, group, varlen=varlen)
+            costs = [block_cost(same, block, layout, varlen=varlen) for block in together]
             share = self.token_budget
             if world > 1:  # at least as many micro-batches as ranks
                 share = max(1, min(self.token_budget, -(-sum(costs) // world)))
-            for chunk in plan_micro_batches(costs, share, arrangement):
+            for chunk in plan_micro_batches(costs, share, "packed" if varlen else layout):
                 units = [[members[i] for i in unit] for j in chunk for unit in together[j]]
                 dealt[sees, two_forwards].append(MicroBatchPlan(layout, units, kind[0]))
         return [

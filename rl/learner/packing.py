@@ -12,7 +12,7 @@ support them (see rl.learner.layout_probe):
             and itself. A group's prompt is computed once instead of once per answer. Attention gets
             an explicit mask, so it costs (prompt + all answers)^2. Best if prompts are long
             compared with answers, or everything is short. With rl.learner.varlen_attention there is
-            no mask, all rows lie one after another in a single row, and this layout is the best.
+            no mask, and all rows lie one after another in a single row without padding.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from rl.models import make_attention_mask
 from rl.types import Datum, PlacedImage
 
 Datums = Sequence[Datum] | Mapping[int, Datum]  # of a batch, or of some of its indices
+# Sequences of a row gather the keys of their prompt (rl.learner.varlen_attention). A key takes 1/20
+# to 1/35 of the memory of a position in models of 0.5 to 8 billion parameters.
+KEYS_PER_POSITION = 4
 LAYOUTS = ("padded", "packed", "shared")  # and "auto": see choose_layout
 # Returns the tokens that may have a gradient, bool [T], from the fields of a batch, [T] or [T, K];
 # None if the fields do not tell (LossSpec.find_gradient_tokens).
@@ -123,7 +126,9 @@ class PackedBatch:
         return inputs
 
 
-def make_units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[list[int]]:
+def make_units(
+    datums: Sequence[Datum], layout: str, token_budget: int, *, varlen: bool = False
+) -> list[list[int]]:
     """Return the units that must stay together.
 
     A unit is neighboring datums with the same prompt if the layout shares it, else a single datum.
@@ -134,43 +139,43 @@ def make_units(datums: Sequence[Datum], layout: str, token_budget: int) -> list[
         return [[i] for i in range(len(datums))]
     result: list[list[int]] = []
     last: list[int] | None = None
-    size = 0
     for i, datum in enumerate(datums):
         prompt = datum.model_input.token_ids()[: prompt_length(datum)]
-        answer = datum.model_input.length - len(prompt)
-        if last is not None and prompt == last and size + answer <= token_budget:
+        if prompt == last and unit_cost(datums, [*result[-1], i], varlen=varlen) <= token_budget:
             result[-1].append(i)
-            size += answer
         else:
             result.append([i])
-            size = len(prompt) + answer
         last = prompt
     return result
 
 
 def make_blocks(
-    datums: Sequence[Datum], layout: str, token_budget: int, group: int = 1
+    datums: Sequence[Datum], layout: str, token_budget: int, group: int = 1, *, varlen: bool = False
 ) -> list[list[list[int]]]:
     """Return the units in blocks, each of which stays in the same micro-batch on the same rank.
 
     A block has `group` consecutive datums (a pair, for example).
     """
     if group == 1:
-        return [[unit] for unit in make_units(datums, layout, token_budget)]
+        return [[unit] for unit in make_units(datums, layout, token_budget, varlen=varlen)]
     result = []
     for first in range(0, len(datums), group):
-        group_units = make_units(datums[first : first + group], layout, token_budget)
+        group_datums = datums[first : first + group]
+        group_units = make_units(group_datums, layout, token_budget, varlen=varlen)
         result.append([[first + i for i in unit] for unit in group_units])
     return result
 
 
-def block_cost(datums: Sequence[Datum], block: Sequence[Sequence[int]], layout: str) -> int:
+def block_cost(
+    datums: Sequence[Datum], block: Sequence[Sequence[int]], layout: str, *, varlen: bool = False
+) -> int:
     """Return the positions that a block takes.
 
-    Packed: the sum of its units. Otherwise: the number of rows times the longest.
+    In a single row (packed, or `varlen`): the sum of its units. Otherwise: the number of rows times
+    the longest.
     """
-    costs = [unit_cost(datums, unit) for unit in block]
-    return sum(costs) if layout == "packed" else len(costs) * max(costs)
+    costs = [unit_cost(datums, unit, varlen=varlen) for unit in block]
+    return sum(costs) if layout == "packed" or varlen else len(costs) * max(costs)
 
 
 def choose_layout(datums: Sequence[Datum], token_budget: int, hidden_size: int) -> str:
@@ -201,10 +206,15 @@ def prompt_length(datum: Datum) -> int:
     return datum.model_input.length
 
 
-def unit_cost(datums: Datums, unit: Sequence[int]) -> int:
-    """Return the positions that a unit takes: its prompt once, and the rest of each datum."""
+def unit_cost(datums: Datums, unit: Sequence[int], *, varlen: bool = False) -> int:
+    """Return the positions that a unit takes: its prompt once, and the rest of each datum.
+
+    `varlen`: the keys of all its sequences count too, KEYS_PER_POSITION of them as a position.
+    """
     shared = prompt_length(datums[unit[0]]) if len(unit) > 1 else 0
-    return shared + sum(datums[i].model_input.length - shared for i in unit)
+    tokens = sum(datums[i].model_input.length for i in unit)
+    positions = tokens - shared * (len(unit) - 1)
+    return max(positions, -(-(tokens + shared) // KEYS_PER_POSITION)) if varlen else positions
 
 
 def plan_micro_batches(lengths: Sequence[int], token_budget: int, layout: str) -> list[list[int]]:

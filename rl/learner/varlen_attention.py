@@ -11,8 +11,11 @@ Shapes: T positions of a row, N sequences, K keys of all sequences, H heads, D h
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +25,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels import check_kernels_agree
-from rl.layers import get_config_number
 from rl.models import unwrap_model
 
 
@@ -108,13 +110,14 @@ def attend_by_kernel(
     """Compute `attend_by_loop` by torch's flash attention: half precision, on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # older versions have no such argument and need none
+    # torch 2.11 has no such argument and needs none
     is_known = "enable_gqa" in inspect.signature(varlen_attn).parameters
     grouping: dict[str, Any] = {"enable_gqa": True} if is_known else {}
+    width = value.shape[-1]  # narrower than a key in latent attention
     out = varlen_attn(
         query,
         key,
-        value,
+        F.pad(value, (0, key.shape[-1] - width)),
         bounds.cu_queries,
         bounds.cu_keys,
         max(bounds.query_lengths),
@@ -124,7 +127,7 @@ def attend_by_kernel(
         **grouping,
     )
     assert isinstance(out, Tensor)  # a pair only if the logsumexp is requested
-    return out
+    return out[..., :width]
 
 
 def attend_by_loop(
@@ -156,6 +159,32 @@ AttendFunction = Callable[
 ]
 
 
+class _GatherKeys(torch.autograd.Function):
+    """Gather the keys [K, ...] of all sequences from those of a row [T, ...].
+
+    The backward adds the gradients of a shared prompt's keys in float32 and in a fixed order: half
+    precision would round after each answer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.shape = x.shape
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (index,), gradient = ctx.saved_tensors, gradients[0]
+        total = torch.zeros(ctx.shape, dtype=torch.float32, device=gradient.device)
+        total = total.to(torch.promote_types(total.dtype, gradient.dtype))
+        return total.index_put_((index,), gradient.to(total), accumulate=True).to(gradient), None
+
+
+def gather_keys(x: Tensor, bounds: SequenceBounds) -> Tensor:
+    """Return the keys or values [K, H, D] of all sequences from those of a row [T, H, D]."""
+    return x if bounds.key_index is None else _GatherKeys.apply(x, bounds.key_index)  # type: ignore
+
+
 @contextlib.contextmanager
 def replace_attention(
     model: Any, attend: Callable[..., Any], make_mask: Callable[..., Any]
@@ -178,18 +207,36 @@ def replace_attention(
             del table[name]
 
 
-@contextlib.contextmanager
-def use_varlen_attention(
-    model: Any, bounds: SequenceBounds | None, attend: AttendFunction | None = None
-) -> Iterator[None]:
-    """Let the model attend within the sequences of a row. `bounds`: None changes nothing.
-    `attend`: None chooses the kernel for half precision on CUDA.
-    """
-    if bounds is None:
-        yield
-        return
+def supports_varlen_attention(model: Any) -> bool:
+    """Return whether torch has the kernel (2.11 or newer) and the model looks attention up."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
 
-    def attend_module(
+    has_arguments = {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys()
+    return has_arguments and unwrap_model(model).config._attn_implementation == "sdpa"
+
+
+class VarlenAttention:
+    """Let a model attend within the sequences of a row, and remember the shapes of its layers.
+
+    `attend`: None chooses the kernel for half precision on CUDA, and the loop elsewhere.
+    """
+
+    def __init__(self, attend: AttendFunction | None = None):
+        self.attend = attend
+        self.shapes: set[HeadShape] = set()
+
+    def use(self, model: Any, bounds: SequenceBounds | None) -> AbstractContextManager[None]:
+        """Return a context of a forward and its backward. `bounds`: None changes nothing."""
+        if bounds is None:
+            return contextlib.nullcontext()
+        attend = functools.partial(self._attend, bounds)
+        return replace_attention(model, attend, lambda **kwargs: None)
+
+    def _attend(
+        self,
+        bounds: SequenceBounds,
         module: Any,
         query: Tensor,
         key: Tensor,
@@ -201,71 +248,72 @@ def use_varlen_attention(
         sliding_window: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        """Return attention's output [1, T, H, D]; the inputs are [1, H, T, D].
+
+        Raises ValueError for attention that is not plainly causal.
+        """
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         extra = [kwargs.get(name) for name in ("position_bias", "softcap", "s_aux")]
         if dropout or not causal or any(x is not None for x in [*extra, attention_mask]):
             raise ValueError("attention that is not plainly causal needs a mask")
         device = query.device.type
-        if torch.is_autocast_enabled(device):  # attention's own autocast does not cover kernels
+        if torch.is_autocast_enabled(device):  # it casts torch's attention, but no custom op
             dtype = torch.get_autocast_dtype(device)
             query, key, value = (x.to(dtype) for x in (query, key, value))
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-        if bounds.key_index is not None:
-            key, value = (x[bounds.key_index] for x in (key, value))
+        (_, heads, width), (_, key_heads, value_width) = query.shape, value.shape
+        self.shapes.add(HeadShape(heads, width, key_heads, value_width, sliding_window))
+        key, value = (gather_keys(x, bounds) for x in (key, value))
         half = device == "cuda" and query.dtype.itemsize == 2
-        function = attend or (attend_by_kernel if half else attend_by_loop)
-        return function(query, key, value, bounds, scaling, sliding_window)[None], None
+        attend = self.attend or (attend_by_kernel if half else attend_by_loop)
+        return attend(query, key, value, bounds, scaling, sliding_window)[None], None
 
-    with replace_attention(model, attend_module, lambda **kwargs: None):
-        yield
+    def kernel_agrees(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether a trial on a CUDA device agrees with the loop for all remembered
+        shapes.
+        """
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return all(
+            check_kernels_agree(shape, index, dtype) for shape in sorted(self.shapes, key=str)
+        )
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """Run attention and its gradients on a few sequences, with the kernel or with the loop."""
+class HeadShape:
+    """Hold the numbers and widths of a layer's heads, and its window (None: all earlier tokens)."""
 
     heads: int
-    key_heads: int
     width: int
+    key_heads: int
+    value_width: int
+    window: int | None = None
 
     def __call__(
         self, newer: bool, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, ...]:
-        """Return (output and gradients,) as one tensor."""
+        """Run attention on a few sequences: return (output and gradients,) as one tensor.
+
+        `newer`: by the kernel, otherwise by the loop.
+        """
         rng = np.random.default_rng(0)
         units = [(5, [np.arange(n) for n in (200, 6, 5, 77)]), (0, [np.arange(130)])]
         layout = lay_out_row(units)
         bounds = layout.make_bounds(lambda array: torch.from_numpy(array).to(device))
-        counts = [layout.input_ids.size, *[sum(bounds.key_lengths)] * 2]
-        heads = (self.heads, self.key_heads, self.key_heads)
+        shapes = (
+            (self.heads, self.width),
+            (self.key_heads, self.width),
+            (self.key_heads, self.value_width),
+        )
         query, key, value = (
-            torch.from_numpy(rng.standard_normal((n, count, self.width)))
+            torch.from_numpy(rng.standard_normal((layout.input_ids.size, *shape)))
             .to(device, dtype)
             .requires_grad_()
-            for n, count in zip(counts, heads, strict=True)
+            for shape in shapes
         )
         attend = attend_by_kernel if newer else attend_by_loop
-        outputs = []
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            for window in (None, 9):
-                out = attend(query, key, value, bounds, None, window)
-                weights = torch.from_numpy(rng.standard_normal(tuple(out.shape))).to(out)
-                gradients = torch.autograd.grad((out * weights).sum(), (query, key, value))
-                outputs += [out.detach(), *gradients]
-        return (torch.cat([x.flatten().float() for x in outputs]),)
-
-
-def supports_varlen_attention(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's flash attention computes the model's attention on a device: the model
-    looks attention up, and a trial on the device agrees with a loop over sequences.
-    """
-    config = unwrap_model(model).config
-    if device.type != "cuda" or config._attn_implementation != "sdpa" or dtype.itemsize != 2:
-        return False
-    heads = get_config_number(model, "num_attention_heads", "n_head") or 1
-    key_heads = get_config_number(model, "num_key_value_heads") or heads
-    width = get_config_number(model, "head_dim")
-    if width is None:
-        width = (get_config_number(model, "hidden_size", "n_embd") or heads) // heads
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return check_kernels_agree(_Trial(heads, key_heads, width), index, dtype)
+            keys, values = (gather_keys(x, bounds) for x in (key, value))
+            out = attend(query, keys, values, bounds, None, self.window)
+            weights = torch.from_numpy(rng.standard_normal(tuple(out.shape))).to(out)
+            gradients = torch.autograd.grad((out * weights).sum(), (query, key, value))
+        return (torch.cat([x.detach().flatten().float() for x in (out, *gradients)]),)

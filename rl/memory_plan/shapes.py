@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from rl.distributed import Launch, ParameterCounts
 from rl.errors import UserError
+from rl.learner import KEYS_PER_POSITION
 from rl.sampler import BLOCK_SIZE, check_shard_counts, choose_pool_size, max_blocks
 
 
@@ -19,6 +20,7 @@ class ModelShape(ParameterCounts):
     fast             whether the sampler's fast decoder supports the model
     windowed         some layers have windowed attention, or positions cannot be passed,
                      so rows are padded
+    varlen           attention may take the lengths of sequences (rl.learner.varlen_attention)
     caching          number of layers with keys and values (None: all); the other layers of a
                      hybrid model keep a state of constant size
     mlp_divisor      common divisor of the widths of MLPs and experts (0: `mlp`)
@@ -43,6 +45,7 @@ class ModelShape(ParameterCounts):
     max_context: int | None
     fast: bool
     windowed: bool
+    varlen: bool = False
     caching: int | None = None
     mlp_divisor: int = 0
     experts_per_token: int = 0
@@ -79,6 +82,8 @@ class MicroBatch:
 
     `masked`: an explicit attention mask, see packing. `ranks`: number of ranks that share the
     sequences, of which this rank holds `length` positions each (rl.learner.context_parallel).
+    `keys`, `sequences`: numbers of the sequences of a row and of their keys
+    (rl.learner.varlen_attention); 0: attention does not take the lengths of sequences.
     """
 
     rows: int
@@ -86,6 +91,8 @@ class MicroBatch:
     tokens: int
     masked: bool = False
     ranks: int = 1
+    keys: int = 0
+    sequences: int = 0
 
     def divide(self, ranks: int) -> MicroBatch:
         """Return the part of a rank, if `ranks` ranks share the sequences."""
@@ -153,19 +160,25 @@ def largest_micro_batch(
     layout: str,
     world: int,
     hidden: int,
+    varlen: bool = False,
 ) -> MicroBatch:
     """Return a rank's largest micro-batch if all prompts and all answers have the same length.
 
     `groups`: number of groups in an optimizer step. `group`: answers in a group. `prompt`,
     `answer`: lengths in tokens. `budget`: token budget of a micro-batch. `world`: number of ranks.
-    `hidden`: hidden size of the model. The rules are those of rl.learner and rl.learner.packing for
-    the token budget, a rank's share of the positions, and the layout that "auto" selects.
+    `hidden`: hidden size of the model. `varlen`: see rl.learner.varlen_attention. The rules are
+    those of rl.learner and rl.learner.packing for the token budget, a rank's share of the
+    positions, and the layout that "auto" selects.
     """
     length = prompt + answer
     # answers that share a prompt in a row
     together = max(1, min(group, (budget - prompt) // answer))
+    if varlen:
+        together = max(1, min(together, (KEYS_PER_POSITION * budget - prompt) // length))
     row = prompt + together * answer
     rows = groups * -(-group // together)
+    if layout == "auto" and varlen:
+        layout = "shared"
     if layout == "auto":
         shared = rows * row * (1 + row / (6 * hidden))
         layout = (
@@ -175,13 +188,23 @@ def largest_micro_batch(
             else "padded"
         )
     if layout == "shared":
-        share = min(budget, -(-rows * row // world))
-        fit = max(1, min(rows, share // row))
-        return MicroBatch(fit, row, fit * together * length, masked=True)
+        is_shared = together > 1  # otherwise the prompt is no sequence of its own
+        keys = together * length + prompt * is_shared
+        cost = max(row, -(-keys // KEYS_PER_POSITION)) if varlen else row
+        share = min(budget, -(-rows * cost // world))
+        fit = max(1, min(rows, share // cost))
+        tokens = fit * together * length
+        if varlen:
+            sequences = fit * (together + is_shared)
+            return MicroBatch(1, fit * row, tokens, keys=fit * keys, sequences=sequences)
+        return MicroBatch(fit, row, tokens, masked=True)
     share = min(budget, -(-groups * group * length // world))
     fit = max(1, min(groups * group, share // length))
     if layout == "packed":
-        return MicroBatch(1, fit * length, fit * length, masked=True)
+        tokens = fit * length
+        if varlen:
+            return MicroBatch(1, tokens, tokens, keys=tokens, sequences=fit)
+        return MicroBatch(1, tokens, tokens, masked=True)
     return MicroBatch(fit, length, fit * length)
 
 

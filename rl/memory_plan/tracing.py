@@ -40,11 +40,15 @@ from rl.learner import (
     ContextParallel,
     HeadRequest,
     LogprobHead,
+    SequenceBounds,
     SequenceShard,
+    VarlenAttention,
+    attend_by_kernel,
     check_divisible,
     check_experts,
     keep_experts_,
     offload_layer_inputs,
+    supports_varlen_attention,
 )
 from rl.memory_plan.activations import AllocationRecord, StorageTracker
 from rl.memory_plan.shapes import MicroBatch, MicroBatchMemory, ModelShape
@@ -171,11 +175,15 @@ class ModelSkeleton:
 
     def measure_micro_batch(self, batch: MicroBatch, config: ComputeConfig) -> MicroBatchMemory:
         """Return what a micro-batch holds at the peak of its forward and backward. Raises UserError
-        for a model whose forward depends on tensor values.
+        for a model whose forward depends on tensor values. Attention that cannot take the lengths
+        of sequences is traced with a mask.
         """
         try:
             record, inside_op = self._trace(batch, config)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if batch.keys:
+                masked = dataclasses.replace(batch, masked=True, keys=0, sequences=0)
+                return self.measure_micro_batch(masked, config)
             first = str(error).strip().partition("\n")[0]
             raise UserError(
                 f"the memory of a micro-batch of {self.shape.name} cannot be computed without "
@@ -190,7 +198,8 @@ class ModelSkeleton:
         else:  # its layers do not run one by one
             whole = ModelSkeleton(*self._arguments, all_layers=True)
             return whole.measure_micro_batch(batch, config)
-        return dataclasses.replace(peak, logits=peak.logits + inside_op)
+        activations = peak.activations + self._attention_bytes(batch, config)
+        return dataclasses.replace(peak, activations=activations, logits=peak.logits + inside_op)
 
     def _trace(self, batch: MicroBatch, config: ComputeConfig) -> tuple[AllocationRecord, int]:
         """Return (record of the storages, bytes that an op holds inside)."""
@@ -219,7 +228,7 @@ class ModelSkeleton:
             with _gradients_as_in_training(model, storages, config.keeps_gradients):
                 ids = torch.zeros(batch.rows, batch.length, dtype=torch.int64)
                 inputs: dict[str, Any] = {"input_ids": ids}
-                if batch.masked or batch.ranks > 1:
+                if batch.masked or batch.ranks > 1 or batch.keys:
                     inputs["position_ids"] = torch.zeros_like(ids)
                 if batch.masked:
                     length = batch.length * batch.ranks
@@ -229,12 +238,25 @@ class ModelSkeleton:
                 autocast = torch.autocast("cpu", torch.bfloat16, enabled=config.autocast)
                 # A search in tensors without values would count as found, and build a mask.
                 search = skip_packing_search()
-                with search, _split_attention(modules, batch, ids), storages, autocast:
+                with search, _batch_attention(modules, batch, ids), storages, autocast:
                     logp, *_ = head(model, HeadRequest(at, at, 0.8, False), **inputs)
                     storages.end_forward()
                     logp.sum().backward()
             inside_op = self._op_bytes(model, batch, config) if head.fused else 0
         return storages.get_record(), inside_op
+
+    def _attention_bytes(self, batch: MicroBatch, config: ComputeConfig) -> int:
+        """Return the bytes inside the backward of flash attention over the sequences of a row: the
+        gradient of queries in fp32, each sequence rounded up to 128 positions, and that of keys and
+        values for each query head (mha_varlen_bwd of torch).
+        """
+        if not batch.keys:
+            return 0
+        shape = self.shape
+        size = 2 if config.autocast else config.dtype.itemsize
+        queries = 4 * (batch.length + 128 * batch.sequences)
+        keys = 2 * size * batch.keys if shape.heads > shape.key_heads else 0
+        return (queries + keys) * shape.heads * shape.head_width
 
     def _op_bytes(self, model: Any, batch: MicroBatch, config: ComputeConfig) -> int:
         """Return the bytes inside linear_logprob, which the tracker cannot see: hidden states in
@@ -262,17 +284,21 @@ class _AbsentRanks:
         return torch.empty_like(x)
 
 
-@contextlib.contextmanager
-def _split_attention(model: Any, batch: MicroBatch, ids: Tensor) -> Iterator[None]:
-    """Let the ranks of the batch share attention."""
+def _batch_attention(
+    model: Any, batch: MicroBatch, ids: Tensor
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the ranks of the batch share attention, or in which attention takes
+    the lengths of sequences.
+    """
     if batch.ranks == 1:
-        yield
-        return
+        index = torch.zeros(batch.keys, dtype=torch.int64)
+        ends = torch.zeros(2, dtype=torch.int32)
+        bounds = SequenceBounds([batch.length], [batch.keys], ends, ends, index)
+        return VarlenAttention(attend_by_kernel).use(model, bounds if batch.keys else None)
     group: Any = _AbsentRanks(batch.ranks)
     positions = ids.repeat(1, batch.ranks)
     shard = SequenceShard(ids, ids, positions, None, ids, ids, ids)
-    with ContextParallel(group, ids.device).split_attention(model, shard):
-        yield
+    return ContextParallel(group, ids.device).split_attention(model, shard)
 
 
 @functools.cache
@@ -391,6 +417,7 @@ def _make_shape(
         layer=max((sum(p.numel() for p in m.parameters()) for m in layers), default=0),
         caching=described.num_kv_layers if described.kinds else None,
         windowed=described.special_kinds is not None or not described.takes_positions,
+        varlen=supports_varlen_attention(model),
         mlp_divisor=find_mlp_divisor(unwrap_model(model).config) if fast else 0,
         **routing,
         **numbers,

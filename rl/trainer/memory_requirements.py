@@ -181,7 +181,7 @@ def _compute_needs(
     _check_learner_groups(optim, launch, skeleton)
     sampler_world = (samplers or launch).world // tp_size
     in_pages = _uses_paged_cache(sampling, model, shape, launch, tp_size)
-    work = _compute_step_work(method, shape, prompt, launch.world, sampler_world, in_pages)
+    work = _compute_step_work(method, shape, prompt, launch, sampler_world, in_pages)
     batch = work.batch
     launch = replace(
         launch,
@@ -262,13 +262,13 @@ def _compute_step_work(
     method: Method,
     shape: ModelShape,
     prompt: int,
-    world: int,
+    launch: LaunchShape,
     sampler_world: int,
     in_pages: bool,
 ) -> StepWork:
     """Return the largest micro-batch of a learner rank and the largest batch of a sampler.
 
-    `prompt`: tokens of the longest prompt. `world`: learner ranks. `sampler_world`: samplers.
+    `prompt`: tokens of the longest prompt. `launch`: the learner ranks. `sampler_world`: samplers.
     `in_pages`: whether the sampler uses a paged KV cache.
     """
     settings = method.settings
@@ -278,6 +278,7 @@ def _compute_step_work(
     answers = 2 if "rejected" in method.reads else group
     if shape.max_context is not None:
         prompt = max(1, min(prompt, shape.max_context - sampling.max_tokens))
+    uses_varlen = shape.varlen and launch.cuda and launch.bf16 and optim.context_parallel_size == 1
     batch = largest_micro_batch(
         groups=max(1, loop.batch_size // optim.num_substeps),
         group=answers,
@@ -285,8 +286,9 @@ def _compute_step_work(
         answer=sampling.max_tokens,
         budget=optim.token_budget,
         layout="padded" if shape.windowed and optim.layout == "auto" else optim.layout,
-        world=world // optim.context_parallel_size,
+        world=launch.world // optim.context_parallel_size,
         hidden=shape.hidden,
+        varlen=uses_varlen,
     ).divide(optim.context_parallel_size)
     limits = {
         "prompt": prompt,

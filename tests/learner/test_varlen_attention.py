@@ -15,13 +15,14 @@ from test_probe import model_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rl.learner.layout_probe import find_layout_faults
-from rl.learner.packing import collate, make_units
+from rl.learner.packing import KEYS_PER_POSITION, collate, make_units
 from rl.learner.varlen_attention import (
-    _Trial,
+    HeadShape,
+    VarlenAttention,
     attend_by_kernel,
     attend_by_loop,
+    gather_keys,
     lay_out_row,
-    supports_varlen_attention,
 )
 from rl.losses import get_loss
 from rl.types import Datum, ModelInput
@@ -66,8 +67,8 @@ def test_every_token_attends_as_in_its_own_sequence(seed, window):
         torch.from_numpy(rng.standard_normal((size, n, width))).requires_grad_()
         for n in (heads, key_heads, key_heads)
     )
-    index = slice(None) if bounds.key_index is None else bounds.key_index
-    out = attend_by_loop(query, key[index], value[index], bounds, 0.7, window)
+    keys, values = gather_keys(key, bounds), gather_keys(value, bounds)
+    out = attend_by_loop(query, keys, values, bounds, 0.7, window)
     # positions in the row of each whole sequence, from the datums' tokens
     order = torch.arange(size) if row.token_index is None else torch.from_numpy(row.token_index)
     expected = torch.zeros_like(out)
@@ -121,7 +122,7 @@ def test_a_learner_gives_the_numbers_of_padded_rows(layout, checkpointing):
             layout=name, varlen=varlen, token_budget=40, gradient_checkpointing=checkpointing
         )
         learner = worker.learners[0]
-        assert learner.varlen is varlen
+        assert (learner.varlen is not None) is varlen
         outputs, metrics = learner.run(
             datums, get_loss("ppo"), {}, temperature=0.9, divisor=3.0, backward=True
         )
@@ -146,7 +147,18 @@ def test_a_row_needs_no_mask_and_holds_no_position_twice():
     assert batch.input_ids.shape == (1, sum(d.model_input.length for d in datums) - prompts)
 
 
-FAMILIES = ("llama", "gpt2", "qwen3", "gemma2", "gemma3", "mistral", "qwen3_moe", "phi", "gpt_neox")
+FAMILIES = (
+    "llama",
+    "deepseek_v3",
+    "gpt2",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "qwen3_moe",
+    "phi",
+    "gpt_neox",
+)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -156,17 +168,28 @@ def test_the_layouts_of_a_family_are_exact(name):
     if model.config._attn_implementation != "sdpa":
         pytest.skip("its attention is never replaced")
     layouts = ("padded", "packed", "shared")
-    masked, faults = (find_layout_faults(model, layouts, varlen=x) for x in (False, True))
-    assert faults.keys() <= masked.keys()
+    varlen = VarlenAttention()
+    masked, faults = (find_layout_faults(model, layouts, varlen=x) for x in (None, varlen))
+    assert faults.keys() <= masked.keys() and varlen.shapes
 
 
 def test_attention_that_cannot_be_replaced_keeps_its_mask(monkeypatch):
     """The probe sees that sequences of a row attend to each other, and the learner uses masks."""
     unchanged = lambda *arguments: contextlib.nullcontext()  # noqa: E731
-    monkeypatch.setattr("rl.learner.layout_probe.use_varlen_attention", unchanged)
+    monkeypatch.setattr(VarlenAttention, "use", unchanged)
     learner = make_worker(varlen=True).learners[0]
-    assert not learner.varlen and learner.layouts == {"padded", "shared"}
-    assert learner.planner.varlen is False
+    assert learner.varlen is None and learner.layouts == {"padded", "shared"}
+
+
+def test_keys_are_bounded_by_the_token_budget():
+    """64 short answers to a long prompt: a row of 1,128 positions would gather 65,128 keys."""
+    tokens = [1] * 1000
+    fields = {"target_tokens": [1] * 1002, "mask": [0.0] * 999 + [1.0] * 3}
+    datums = [Datum(ModelInput.from_ints([*tokens, 1, 1]), fields) for _ in range(64)]
+    units = make_units(datums, "shared", 2000, varlen=True)
+    assert [len(unit) for unit in units] == [6] * 10 + [4]
+    batch = collate(datums, units[:1], "shared", varlen=True)
+    assert len(batch.bounds.key_index) == 1000 + 6 * 1002 <= KEYS_PER_POSITION * 2000
 
 
 def test_the_kernel_is_called_as_torch_declares_it():
@@ -187,19 +210,36 @@ def test_the_kernel_is_called_as_torch_declares_it():
             assert [g.shape for g in gradients] == [query.shape, key.shape, value.shape]
 
 
-def test_the_trial_compares_outputs_and_gradients():
-    (loop,) = _Trial(4, 2, 16)(False, torch.device("cpu"), torch.float32)
-    bounds = 200 + 6 - 5 + 77 - 5 + 130
-    keys = 5 + 200 + 6 + 77 + 130
-    assert loop.numel() == 2 * 16 * (2 * 4 * bounds + 2 * 2 * keys) and loop.isfinite().all()
+@pytest.mark.parametrize("value_width", [16, 8])
+def test_the_trial_compares_outputs_and_gradients(value_width):
+    (loop,) = HeadShape(4, 16, 2, value_width)(False, torch.device("cpu"), torch.float32)
+    positions = 200 + 1 + 72 + 130  # a prompt of 5 once, and one answer that adds nothing
+    assert loop.numel() == positions * (4 * value_width + 4 * 16 + 2 * 16 + 2 * value_width)
+    assert loop.isfinite().all()
+
+
+def test_the_gradient_of_a_shared_prompt_is_rounded_once():
+    """64 answers share a prompt: bfloat16 sums would lose a percent."""
+    rng = np.random.default_rng(0)
+    bounds = lay_out_row([(3, [np.arange(4)] * 64)]).make_bounds(torch.from_numpy)
+    x = torch.zeros(3 + 64, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.from_numpy(rng.standard_normal((sum(bounds.key_lengths), 2, 8)))
+    keys = gather_keys(x, bounds)
+    (gradient,) = torch.autograd.grad(keys, x, weights.to(keys))
+    expected = torch.zeros(x.shape, dtype=torch.float64)
+    for row, position in enumerate(bounds.key_index.tolist()):
+        expected[position] += weights.to(keys)[row].double()
+    torch.testing.assert_close(gradient.double(), expected, rtol=2**-8, atol=1e-6)
 
 
 def test_a_cpu_uses_masks():
-    model = model_of()
-    assert not supports_varlen_attention(model, torch.device("cpu"), torch.bfloat16)
+    learner = make_worker().learners[0]
+    assert learner.varlen is None and learner.layouts == {"padded", "shared"}
 
 
 @pytest.mark.gpu
-def test_the_kernel_agrees_with_the_loop_on_a_gpu():
-    model, device = model_of(), torch.device("cuda")
-    assert supports_varlen_attention(model, device, torch.bfloat16)
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_the_kernel_agrees_with_the_loop_on_a_gpu(name):
+    varlen = VarlenAttention(attend_by_loop)
+    find_layout_faults(model_of(name), ["shared"], varlen=varlen)
+    assert varlen.shapes and varlen.kernel_agrees(torch.device("cuda"), torch.bfloat16)

@@ -23,8 +23,15 @@ MIXTURES = [row["architecture"] for row in TABLE if " experts" in row["layers"]]
 BATCH = MicroBatch(2, 16, 32)
 
 
+def select_marks(name, quick):
+    """Return no marks for a few names, `slow` for every fourth, and `campaign` for the others."""
+    if name in quick:
+        return []
+    return [pytest.mark.slow, *[pytest.mark.campaign] * (NAMES.index(name) % 4 != 0)]
+
+
 def make_params(names, quick):
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=select_marks(name, quick)) for name in names]
 
 
 def deep_config(name, depth):
@@ -85,14 +92,15 @@ HOW = {
 
 
 def list_mixtures():
-    """Yield every precision for a few quick models, bf16 for the rest (slow), and the remaining
-    precisions (campaign).
+    """Yield every precision for a few quick models, bf16 for every fourth of the rest (slow), and
+    the others (campaign).
     """
+    quick = ("mixtral", "gpt_oss", "jetmoe")
     for name in MIXTURES:
         for mode in HOW:
-            marks = [pytest.mark.slow, *[pytest.mark.campaign] * (mode != "bf16")]
-            quick = name in ("mixtral", "gpt_oss", "jetmoe")
-            yield pytest.param(name, mode, marks=[] if quick else marks, id=f"{name}-{mode}")
+            marks = select_marks(name, quick)
+            marks += [pytest.mark.campaign] * (mode != "bf16" and name not in quick)
+            yield pytest.param(name, mode, marks=marks, id=f"{name}-{mode}")
 
 
 @pytest.mark.parametrize(("name", "options"), list_mixtures())
