@@ -158,13 +158,16 @@ def _(
 
 
 def _find_active_rows(
-    co: GradientCoefficients, used: Tensor, only_logp: bool
+    co: GradientCoefficients, used: Tensor, only_logp: bool, active_rows: Tensor | None
 ) -> tuple[Tensor | None, int, bool]:
     """Return the used rows with an upstream gradient (None: all), their number, and whether the
-    entropy has a gradient in any of them. Waits for the device once.
+    entropy may have a gradient in any of them. Waits for the device once without `active_rows`.
 
     `only_logp`: no gradient comes from the entropy and the log-sum-exp.
     """
+    if active_rows is not None:
+        count = len(active_rows)
+        return None if count == len(used) else active_rows, count, co.c is not None
     active = co.a != 0 if only_logp else (co.a != 0) | (co.b != 0)
     if co.c is None:
         count, curved = int(active.logical_and_(used).sum()), 0
@@ -173,6 +176,17 @@ def _find_active_rows(
         active = has_curvature.logical_or(active & used)
         count, curved = torch.stack((active.sum(), has_curvature.sum())).tolist()
     return find_true_rows(active, count), count, curved > 0
+
+
+def _select_coefficients(
+    co: GradientCoefficients, rows: Tensor | None, curved: bool
+) -> GradientCoefficients:
+    """Return the coefficients of the rows `rows`; c is None unless `curved`."""
+    return GradientCoefficients(
+        select_rows(co.a, rows),
+        select_rows(co.b, rows),
+        select_rows(co.c, rows) if co.c is not None and curved else None,
+    )
 
 
 def _zero_gradients(inputs: tuple[Tensor | None, ...], need: list[bool]) -> HeadGradients:
@@ -235,18 +249,11 @@ def _gradients(
     """
     head, used = HeadConfig(temperature, softcap), target != ignore_index
     co = compute_coefficients(g_logp, g_entropy, g_lse, entropy)
-    if active_rows is None:
-        rows, count, curved = _find_active_rows(co, used, g_entropy is None and g_lse is None)
-    else:
-        count, curved = len(active_rows), co.c is not None
-        rows = None if count == len(hidden) else active_rows
+    only_logp = g_entropy is None and g_lse is None
+    rows, count, curved = _find_active_rows(co, used, only_logp, active_rows)
     if count == 0:
         return _replace_none(hidden, _zero_gradients((hidden, weight, bias), need))
-    co = GradientCoefficients(
-        select_rows(co.a, rows),
-        select_rows(co.b, rows),
-        select_rows(co.c, rows) if co.c is not None and curved else None,
-    )
+    co = _select_coefficients(co, rows, curved)
     x, y, lse = select_rows(hidden, rows), select_rows(target, rows), select_rows(lse, rows)
     needed: dict[str, Any] = dict(zip(("need_x", "need_w", "need_bias"), need, strict=True)) | {
         "frozen_columns": frozen_columns

@@ -281,13 +281,7 @@ def collate(
     indices = [i for unit in chunk for i in unit]
     selected = [datums[i] for i in indices]
     tokens = [np.asarray(datum.model_input.token_ids(), dtype=np.int64) for datum in selected]
-    images = [
-        (datum.model_input.images_with_positions(), len(token_ids))
-        for datum, token_ids in zip(selected, tokens, strict=True)
-    ]
-    has_images = any(placed for placed, _ in images)
-    if has_images and layout != "padded":
-        raise ValueError(f"sequences with images need the layout padded, got {layout}")
+    images = _collect_images(selected, layout)
     lengths = [len(token_ids) for token_ids in tokens]
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     row = None
@@ -298,10 +292,7 @@ def collate(
         lay_out = {"packed": _packed, "padded": _padded, "shared": _shared}[layout]
         arrays = lay_out(tokens, chunk, datums)
     input_ids, position_ids, segments, token_index = arrays
-    fields = {
-        name: np.concatenate([datum.loss_fn_inputs[name].array for datum in selected])
-        for name in selected[0].loss_fn_inputs
-    }
+    fields = _concatenate_fields(selected)
     gradient_tokens = None if select_tokens is None else select_tokens(fields)
 
     def put(array: np.ndarray | None) -> Any:
@@ -317,10 +308,7 @@ def collate(
             gradient_tokens = gradient_tokens[local_tokens]
     if gradient_tokens is not None:
         gradient_tokens = np.flatnonzero(gradient_tokens)
-
-    sequences = None
-    if layout == "packed" and row is None and group is None and len(lengths) > 1:
-        sequences = np.repeat(np.arange(len(lengths)), lengths)[None]
+    searches = layout == "packed" and row is None and group is None
     return PackedBatch(
         copy_to_device(input_ids, device),
         put(position_ids),
@@ -331,12 +319,41 @@ def collate(
         indices,
         lengths,
         experts=put(_lay_out_experts(selected, input_ids.size, token_index)),
-        images=images if has_images else None,
+        images=images,
         shard=shard,
         bounds=None if row is None else row.make_bounds(put),
-        sequences=put(sequences),
+        sequences=put(_number_sequences(lengths)) if searches else None,
         gradient_tokens=put(gradient_tokens),
     )
+
+
+def _collect_images(
+    datums: Sequence[Datum], layout: str
+) -> list[tuple[tuple[PlacedImage, ...], int]] | None:
+    """Return the placed images and the length of each datum; None if no datum has images. Raises
+    ValueError for images in a layout other than padded.
+    """
+    images = [
+        (datum.model_input.images_with_positions(), datum.model_input.length) for datum in datums
+    ]
+    if not any(placed for placed, _ in images):
+        return None
+    if layout != "padded":
+        raise ValueError(f"sequences with images need the layout padded, got {layout}")
+    return images
+
+
+def _concatenate_fields(datums: Sequence[Datum]) -> dict[str, np.ndarray]:
+    """Return the fields of the datums, [T] or [T, K] each."""
+    return {
+        name: np.concatenate([datum.loss_fn_inputs[name].array for datum in datums])
+        for name in datums[0].loss_fn_inputs
+    }
+
+
+def _number_sequences(lengths: Sequence[int]) -> np.ndarray | None:
+    """Return the index of each position's sequence in a row, [1, T]; None for one sequence."""
+    return None if len(lengths) == 1 else np.repeat(np.arange(len(lengths)), lengths)[None]
 
 
 def _split_units(
