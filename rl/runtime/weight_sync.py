@@ -353,5 +353,5 @@ def _compute_checksum(parts: Sequence[tuple[str, int, int]], payload: Tensor) ->
     words = payload[: rows * ROW_BYTES].view(torch.int64).view(rows, ROW_BYTES // 8)
     sums = words[:: max(1, -(-rows // CHECKSUM_ROWS))].sum(1)
     total = (sums * torch.arange(1, len(sums) + 1, device=payload.device)).sum()
-    rest = zlib.crc32(payload[rows * ROW_BYTES :].cpu().numpy())
+    rest = zlib.crc32(payload[rows * ROW_BYTES :].cpu().numpy().tobytes())
     return zlib.crc32(f"{list(parts)} {int(total)} {rest}".encode())
