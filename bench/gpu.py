@@ -42,7 +42,7 @@ from bench.harness import make_parser  # noqa: E402
 COLUMNS = ["part", "case", "provider", "metric", "value", "unit", "floor", "note"]
 LIMIT = 540  # seconds for all parts together
 WATCH_SECONDS = 5.0  # between two looks at the rows of a running part
-TRACES = 15 << 20  # bytes of traces that are kept
+ARCHIVE_BYTES = 15 << 20  # of the files in an archive: machines return no file above 16 MiB
 
 # Name: (guaranteed seconds, description), the most important parts first. The seconds add up to at
 # most LIMIT. Importing torch and starting CUDA takes up to ten seconds of each part. Time that a
@@ -195,19 +195,17 @@ def merge_rows(output: Path, folder: Path) -> list[dict[str, str]]:
 
 def collect(output: Path, folder: Path) -> list[dict[str, str]]:
     """Merge the rows of all parts into gpu.csv and return them. Put the parts' files into
-    parts.tar.gz and the traces, the smallest first, into traces.tar: machines return no file of
-    more than 16 MiB, and a large trace would take the logs with it.
+    parts.tar.gz and the traces into traces.tar, in each the smallest first, up to ARCHIVE_BYTES.
     """
-    traces = sorted(folder.glob("*.json.gz"), key=lambda path: path.stat().st_size)
-    remaining = TRACES
-    with archive_at(output / "traces.tar", "w") as archive:
-        for path in traces:
-            remaining -= path.stat().st_size
-            if remaining >= 0:
-                archive.add(path, f"parts/{path.name}")
-    with archive_at(output / "parts.tar.gz", "w:gz") as archive:
-        for path in sorted(set(folder.iterdir()) - set(traces)):
-            archive.add(path, f"parts/{path.name}")
+    traces = set(folder.glob("*.json.gz"))
+    others = set(folder.iterdir()) - traces
+    for name, mode, paths in (("traces.tar", "w", traces), ("parts.tar.gz", "w:gz", others)):
+        remaining = ARCHIVE_BYTES
+        with archive_at(output / name, mode) as archive:
+            for path in sorted(paths, key=lambda path: (path.stat().st_size, path.name)):
+                remaining -= path.stat().st_size
+                if remaining >= 0:
+                    archive.add(path, f"parts/{path.name}")
     return merge_rows(output, folder)
 
 

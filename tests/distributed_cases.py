@@ -1,11 +1,11 @@
 """Compute the cases of test_distributed.py through the clients, in a launch of any number of
 processes. Not a test itself.
 
-    accelerate launch --config_file accelerate_configs/X.yaml tests/distributed_cases.py STARTS OUT [--also DS_CONFIG]
+    accelerate launch --config_file accelerate_configs/X.yaml tests/distributed_cases.py STARTS OUT [--also DS_CONFIG] [--few]
 
 STARTS: saved models to begin from, made by the test. OUT: folder for results.pt and the saved
 sampler weights. --also: a second DeepSpeed config, under which a few cases run again in the same
-processes.
+processes. --few: only the gradients of a few cases.
 """
 
 from __future__ import annotations
@@ -431,10 +431,20 @@ class Launch:
             self.results[f"bf16 repeated, {start}"] = once, self.look()[0]
 
 
-def main(starts: Path, out: Path, also: str | None) -> None:
+def main(starts: Path, out: Path, also: str | None, few: bool) -> None:
     torch.set_num_threads(1)
     worker_group.TrainingWorker = CaseWorker  # for the driver and the serving ranks
     launch = Launch(starts, out)
+    if few:
+        launch.gradients(FEW)
+    else:
+        run_all(launch, also)
+    launch.end()
+    torch.save(launch.results, out / "results.pt")
+    launch.service.close()
+
+
+def run_all(launch: Launch, also: str | None) -> None:
     *others, of_adapters, of_weights = GRADIENTS
     launch.gradients([*others, of_adapters])
     launch.forward_without_adapter()
@@ -450,9 +460,6 @@ def main(starts: Path, out: Path, also: str | None) -> None:
         launch.end()
     launch.verb("relaunch", True, launched_with)
     launch.in_bf16()
-    launch.end()
-    torch.save(launch.results, out / "results.pt")
-    launch.service.close()
 
 
 if __name__ == "__main__":
@@ -460,5 +467,6 @@ if __name__ == "__main__":
     parser.add_argument("starts", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--also")
+    parser.add_argument("--few", action="store_true")
     arguments = parser.parse_args()
-    main(arguments.starts, arguments.out, arguments.also)
+    main(arguments.starts, arguments.out, arguments.also, arguments.few)

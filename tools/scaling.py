@@ -47,6 +47,7 @@ from rl.memory_plan.shapes import (  # noqa: E402
     count_pool_pages,
     largest_micro_batch,
 )
+from rl.runtime.weight_sync import GPU_CHUNK_BYTES  # noqa: E402
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STAGES: dict[str, int | None] = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -85,6 +86,7 @@ class DriverRates:
     many machines `reward_workers` workers each compute rewards; 0: on all. `score_seconds`: rank 0's
     own time for an answer, as bench/reward_machines.py measures it. `bytes_per_token`,
     `pack_seconds` and `unpack_seconds` (per token) describe a batch on its way to the ranks.
+    `chunk_rate` and `verb_seconds` were measured on CPUs (docs/scaling.md).
     """
 
     reward_seconds: float = 0.005
@@ -95,6 +97,9 @@ class DriverRates:
     pack_seconds: float = 50e-9
     unpack_seconds: float = 60e-9
     network: float = 1.5e9  # bytes/s of the shares, which gloo sends over TCP
+    pcie: float = 50e9  # bytes/s between a GPU and pinned memory
+    chunk_rate: float = 9.5e9  # bytes/s of weights cut into chunks with checksums, by one thread
+    verb_seconds: float = 1.1e-3  # of a chunk's verb, besides its bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +286,8 @@ class Step:
 
     limit: the largest part of the step time, or the reason why the launch does not fit.
     sampler_tp: number of GPUs that hold a sampler together; sampler_traffic_s: the part of sample_s
-    in which they send data to each other.
+    in which they send data to each other. transfer_s: time to send all weights to ranks that only
+    sample (`--sampler-ranks`), which step_s does not include.
     """
 
     model: str
@@ -300,6 +306,7 @@ class Step:
     sampler_tp: int = 1
     sampler_traffic_s: float = 0.0
     rewards_s: float = 0.0
+    transfer_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,6 +358,7 @@ class StepModel:
         return Step(
             self.name, launch.world, kind, memory, memory <= room, wire / GIB, *parts.values(), total,
             load.tokens / total, limit, team, together, rewards,
+            transfer_seconds(self.shape.parameters * launch.compute_bytes, link, self.driver),
         )  # fmt: skip
 
 
@@ -381,6 +389,18 @@ def compute_batch_seconds(driver: DriverRates, load: Load, world: int) -> float:
     sent = (world - 1) * load.tokens
     send = sent * (driver.pack_seconds + driver.bytes_per_token / driver.network)
     return send + load.tokens * driver.unpack_seconds
+
+
+def transfer_seconds(num_bytes: float, link: float, driver: DriverRates) -> float:
+    """Return the seconds to send weights of `num_bytes`, in the sampler's dtype, to GPUs that sample
+    nothing meanwhile. `link`: bytes/s between rank 0's GPU and theirs.
+
+    The weights are copied to rank 0's host memory. Then rank 0 cuts chunks while it sends those
+    before: back to its GPU, and over `link`.
+    """
+    verbs = num_bytes / GPU_CHUNK_BYTES * driver.verb_seconds
+    sent = num_bytes / driver.pcie + num_bytes / link + verbs
+    return num_bytes / driver.pcie + max(num_bytes / driver.chunk_rate, sent)
 
 
 def work_of(shape: ModelShape, launch: LaunchShape, load: Load) -> StepWork:

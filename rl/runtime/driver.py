@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import torch
+
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.verb_table import LEARNER, SAMPLER, VERBS, VerbCall, VerbFuture
 from rl.runtime.weight_sync import TransferSchedule, WeightChunk, WeightSnapshot
@@ -151,7 +153,8 @@ class VerbRouter:
         self._samplers = GroupService(settings, SAMPLER)
         # by version: verbs that wait for it
         self._pending_versions: dict[int, list[VerbCall]] = {}
-        self._sent_models: set[int] = set()  # models with weights sent to the samplers
+        # by model with weights sent to the samplers: the dtypes that the samplers narrow, by name
+        self._sent_models: dict[int, dict[str, torch.dtype]] = {}
         # by version: (model id, version of the learner), and the (temperature,
         # changes_distribution) pairs that were reported to that learner
         self._version_sources: dict[int, tuple[tuple[int, int], set[tuple[float, bool]]]] = {}
@@ -204,17 +207,17 @@ class VerbRouter:
         """Stage the learner's weights and transfer them to the samplers."""
         model_id, version_id = call.arguments
         first = model_id not in self._sent_models
-        self._sent_models.add(model_id)
+        dtypes = dict(self._sent_models.setdefault(model_id, {}))
 
         def forget_if_failed(completed: Future) -> None:
             if completed.exception() is not None:
-                self._sent_models.discard(model_id)
+                self._sent_models.pop(model_id, None)
 
         call.future.add_done_callback(forget_if_failed)
         self._run_on_learners_first(
             call,
             "take_snapshot",
-            (model_id, first),
+            (model_id, first, dtypes),
             lambda staged: self._start_transfer(staged, version_id, call.future),
         )
 
@@ -250,7 +253,7 @@ class VerbRouter:
 
     def forget_sent_weights(self, call: VerbCall) -> None:
         """Send the whole model again next time: its adapter's scale may change."""
-        self._sent_models.discard(call.arguments[0])
+        self._sent_models.pop(call.arguments[0], None)
 
     def _run_on_learners_first(
         self,
@@ -288,7 +291,9 @@ class VerbRouter:
 
         def transfer() -> None:
             try:
-                self._send_chunks(snapshot.iter_chunks(dtypes=started.result()), version_id)
+                dtypes = started.result()
+                self._sent_models.get(snapshot.model_id, {}).update(dtypes or {})
+                self._send_chunks(snapshot.iter_chunks(dtypes=dtypes), version_id)
             except BaseException as error:  # an error in a thread is lost otherwise
                 # this frees the chunks that have arrived
                 self._queue("free_version", (version_id,))

@@ -60,7 +60,7 @@ from rl.runtime.verb_table import (
     merge_by_index,
     verb,
 )
-from rl.runtime.weight_sync import WeightSnapshot
+from rl.runtime.weight_sync import WeightSnapshot, copy_to_host
 from rl.sampler import Decoder
 from rl.types import (
     AdamParams,
@@ -449,10 +449,16 @@ class TrainingWorker(SamplingWorker):
             learner.sampling_record.record(version, params)
 
     @verb()
-    def take_snapshot(self, model_id: int, is_first: bool | None) -> WeightSnapshot:
+    def take_snapshot(
+        self,
+        model_id: int,
+        is_first: bool | None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+    ) -> WeightSnapshot:
         """Copy the current weights to host memory of rank 0, for the transfer to sampler ranks; the
         snapshots of other ranks are empty. `is_first`: whether the samplers do not have the model
-        yet; None: copy no weights.
+        yet; None: copy no weights. `dtypes`: by name, the dtype in which the samplers keep a
+        tensor, to which it is rounded before it leaves the device.
         """
         learner, spec = self.learners[model_id], self.specs[model_id]
         base_key = self.base_keys[model_id]
@@ -461,7 +467,7 @@ class TrainingWorker(SamplingWorker):
         # the base is rounded to bf16 or 4 bit, while samplers read the original from its folder
         send_base = is_first and self._choose_base_dtype(spec) != "fp32"
         tensors = {
-            name: tensor.detach().to("cpu", copy=True)
+            name: copy_to_host(tensor.detach().to((dtypes or {}).get(name, tensor.dtype)))
             for name, tensor in learner.iter_weights(frozen=send_base)
             if collectives.rank() == 0
         }

@@ -167,21 +167,24 @@ def assert_same_gradients(single, result, cases):
     ],
 )
 def launched(request, initial_models, tmp_path_factory) -> tuple[str, dict, Path]:
-    config, (*_, processes), also = LAUNCHES[request.param]
     out = tmp_path_factory.mktemp("out")
-    options = list(LAUNCH_WORDS.get(request.param, ()))
-    if config == "zero3" and processes == 4:
-        file = sharded("zero3", out, zero_hpz_partition_size=2)
-        options += ["--deepspeed_config_file", str(file)]
+    also = LAUNCHES[request.param][2]
     words = [] if also is None else ["--also", sharded(also, out)]
+    return request.param, launch_cases(request.param, initial_models, out, *words), out
+
+
+def launch_cases(name: str, starts: Path, out: Path, *words: str | Path) -> dict[str, Any]:
+    """Return the results of distributed_cases.py on the processes of a launch."""
+    config, (*_, processes), _ = LAUNCHES[name]
+    options = list(LAUNCH_WORDS.get(name, ()))
+    if name == "zero3, hpz":
+        file = sharded("zero3_hpz", out, zero_hpz_partition_size=2)
+        options += ["--deepspeed_config_file", str(file)]
     run_launch(
-        config, out, initial_models, out, *words, processes=processes, options=options,
+        config, out, starts, out, *words, processes=processes, options=options,
         script="tests/distributed_cases.py",
     )  # fmt: skip
-    return request.param, torch.load(out / "results.pt", weights_only=False), out
-
-
-# ------------------------------------------------------------------------------------ the reference
+    return torch.load(out / "results.pt", weights_only=False)
 
 
 def load(
@@ -384,6 +387,16 @@ def test_cuts_are_what_they_say(launched):
     assert results["tied, ppo, one micro-batch of all"]["cuts"] <= processes
     assert results["tied, ppo, one sequence a micro-batch"]["cuts"] == 8 // processes
     assert 2 <= results["tied, ppo, some a micro-batch, calls of 3 and 5"]["cuts"] <= 6
+
+
+@pytest.mark.parametrize("name", ["hsdp", "zero3, hpz"])
+def test_few_gradients_on_four_processes(name, initial_models, reference_gradients, tmp_path):
+    results = launch_cases(name, initial_models, tmp_path, "--few")
+    assert results.keys() == set(FEW)
+    for case, result in results.items():
+        assert result["launch"]["processes"] == 4
+        gradient, _ = reference_gradients.gradient(GRADIENTS[case].start, GRADIENTS[case].loss)
+        assert_same((result["gradient"], result["norm"]), gradient)
 
 
 @pytest.mark.parametrize("case", GRADIENTS)

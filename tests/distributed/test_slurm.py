@@ -65,7 +65,7 @@ STAND_INS = {
     "srun": """while [[ $1 == --* ]]; do shift; done
         [[ -n ${STUCK:-} ]] && exec sleep 60
         for SLURM_NODEID in ${NODES:-0 1}; do SLURM_NODEID=$SLURM_NODEID "$@" || exit; done""",
-    "accelerate": """echo "launched $*"
+    "accelerate": """echo "launched $* OMP_NUM_THREADS=${OMP_NUM_THREADS:-}"
         while [[ $1 != --no_python ]]; do shift; done; shift
         RANK=$SLURM_NODEID "$@" || exit 1""",
     "python": f"""echo "trained $*"; [[ -n ${{LISTEN:-}} ]] && exec {sys.executable} -c "$LISTEN"; exit "${{EXIT_CODE:-0}}" """,
@@ -90,7 +90,7 @@ def start(
         (programs / name).write_text(f"#!{BASH}\n{body}\n")
         (programs / name).chmod(0o755)
     slurm = {"JOB_ID": "70012", "JOB_NAME": "whetstone", "JOB_NODELIST": "gpu-[7,12]"}
-    slurm |= {"JOB_NUM_NODES": "2", "GPUS_ON_NODE": "4"}
+    slurm |= {"JOB_NUM_NODES": "2", "GPUS_ON_NODE": "4", "CPUS_ON_NODE": "48"}
     env = {
         "PATH": f"{programs}:{os.environ['PATH']}",
         **{f"SLURM_{k}": v for k, v in slurm.items()},
@@ -117,7 +117,7 @@ def test_every_process_gets_the_rendezvous_of_the_first_node_and_the_line(tmp_pa
     for node, line in enumerate(launched):
         for piece in (
             f"--machine_rank {node} ", "--num_machines 2 ", "--num_processes 8 ", "--main_process_ip 10.1.2.7 ",
-            "--main_process_port 20012 ", "--config_file accelerate_configs/multi_node.yaml ", "--deepspeed_multinode_launcher standard ",
+            "--main_process_port 20012 ", "--config_file accelerate_configs/multi_node.yaml ", "--deepspeed_multinode_launcher standard ", "OMP_NUM_THREADS=12",
         ):  # fmt: skip
             assert piece in line
     logs = tmp_path / "root" / "runs" / "whetstone-70012" / "logs" / "70012-0"

@@ -16,6 +16,7 @@ from rl.config import RunConfig, RunSettings, read_run
 from rl.distributed import FSDPSharding, Sharding, ZeroSharding
 from rl.errors import UserError
 from rl.memory_plan import (
+    GIB,
     ComputeConfig,
     LaunchShape,
     MemoryPlan,
@@ -277,6 +278,25 @@ def test_the_base_of_a_stage_is_what_its_settings_and_launch_make_it(tmp_path):
     assert 0.5 < low / high < 0.55
     assert weights("--lora-rank", "4", "--base-dtype", "4bit") < 0.8 * low
     assert weights("--lora-rank", "4", launch=LaunchShape(cuda=False, bf16=False)) == high
+
+
+def test_long_answers_of_a_7b_fit_into_80_gib(tmp_path):
+    """The figures of docs/running.md: full training on 8 GPUs, a LoRA on one."""
+    config = scaling.config_of("7B")
+    config.max_position_embeddings = 1_010_000
+    config.save_pretrained(tmp_path)
+
+    def gib(launch: LaunchShape, words: str) -> list[float]:
+        line = f"recipes/gsm8k.yaml --base-model {tmp_path} --gradient-checkpointing {words}"
+        (needs,) = compute_stage_needs(read_config(*line.split()), launch, 512)
+        return [needs.plan.peak / GIB, sum(item.train for item in needs.plan.items) / GIB]
+
+    one = replace(GPU, memory=80 * GIB)
+    eight = replace(one, world=8, per_node=8, sharding=ZeroSharding(stage=3))
+    words = "--lora-rank 0 --max-tokens 131072 --token-budget 132096"
+    assert gib(eight, f"{words} --context-parallel-size 8") == pytest.approx([59, 50], abs=1)
+    assert gib(eight, words) == pytest.approx([102, 102], abs=1)
+    assert gib(one, "--max-tokens 32768 --token-budget 33792") == pytest.approx([57, 57], abs=1)
 
 
 def test_a_smaller_cache_is_named_where_the_cache_does_not_fit(tmp_path):

@@ -2,8 +2,9 @@
 counted parameters, operations and bytes.
 """
 
+import csv
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,33 @@ def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(tmp_path):
     assert result.step_s == pytest.approx(whole.step_s + result.sampler_traffic_s)
     never = step(64, 20.0)
     assert not never.fits and never.sampler_tp == 1
+
+
+def test_the_table_is_what_the_model_gives_and_meets_its_targets():
+    """Also with one thread of rank 0, a 7B reaches samplers in 2 s and a 32B those of another
+    machine in 10 s.
+    """
+    rates, options = scaling.RATES, (scaling.Load(), scaling.Hardware(), scaling.DriverRates())
+    rows = list(scaling.table(rates, *options))
+    table = (REPO / "bench" / "results" / "scaling.csv").read_text().splitlines()
+    for row, cells in zip(rows, csv.DictReader(table), strict=True):
+        for name, value in asdict(row).items():
+            if isinstance(value, float):
+                assert float(cells[name]) == pytest.approx(value, rel=1e-3, abs=1e-4), (row, name)
+            else:
+                assert cells[name] == str(value), (row, name)
+    assert scaling.weak_scaling(rows, 8)["7B"][256] >= 0.9
+    seconds = {(row.model, row.gpus): row.transfer_s for row in rows}
+    assert seconds["7B", 8] <= 2 and seconds["32B", 16] <= 10
+
+
+def test_seconds_of_a_transfer_by_hand():
+    """32 chunks cross PCIe to the host, then are cut or sent, whichever takes longer."""
+    rates = scaling.DriverRates(pcie=2.0**25, chunk_rate=2.0**26, verb_seconds=0.5)
+    num_bytes = 32 * 2**24
+    assert scaling.transfer_seconds(num_bytes, 2.0**27, rates) == 16 + (16 + 4 + 16)
+    slow = replace(rates, chunk_rate=2.0**23)
+    assert scaling.transfer_seconds(num_bytes, 2.0**27, slow) == 16 + 64
 
 
 def test_a_batch_is_sent_in_shares():

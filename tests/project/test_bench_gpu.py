@@ -88,12 +88,13 @@ def test_parts_of_an_earlier_run_are_merged_and_those_of_a_killed_one_are_not(tm
     assert not (gpu.unpack_parts(tmp_path, working) / "draw.csv").exists()
 
 
-def test_large_traces_do_not_take_the_logs_with_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "TRACES", 100)
+def test_large_traces_and_logs_do_not_take_the_small_files_with_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "ARCHIVE_BYTES", 100)
     (folder := tmp_path / "parts").mkdir()
     for name, size in (("large", 90), ("small", 20), ("smaller", 10)):
         (folder / f"trace_{name}.json.gz").write_bytes(b"." * size)
     (folder / "tests.log").write_text("what was printed")
+    (folder / "step.log").write_text("endless" * 20)
     gpu.collect(tmp_path, folder)
     names = []
     for archive in ("parts.tar.gz", "traces.tar"):
@@ -598,14 +599,14 @@ def test_parts_run_dry(tmp_path):
     """Run the command of the GPU campaign on a CPU with the smallest sizes. All these parts finish,
     and the table exists.
     """
-    parts = ["floors", "draw", "group", "decode", "trace"]
+    parts = ["floors", "draw", "group", "decode", "trace", "step"]
     words = [sys.executable, str(REPO / "bench" / "gpu.py"), "--dry", "--output", str(tmp_path)]
     words += ["--part", *parts]
     done = subprocess.run(words, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     result = rows_of(tmp_path / "gpu.csv")
     assert {row["part"] for row in result} == set(parts)
-    assert [row["value"] for row in result if row["metric"] == "status"] == ["done"] * 5
+    assert [row["value"] for row in result if row["metric"] == "status"] == ["done"] * 6
     assert not [row for row in result if row["metric"] == "failed"]
     # few files, so that a machine that returns only a few files returns them all
     names = ["gpu.csv", "parts.tar.gz", "traces.tar", "verdict.md"]

@@ -135,19 +135,21 @@ def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(lost):
         match="transfer of version 7 is incomplete: . tensors are missing, .'(large|last|half)",
     ):
         here.check_complete()
-    good = next(sent.iter_chunks(100))
-    name, at, length = good.parts[0]
-    changed, swapped = good.payload.clone(), good.payload.clone()
-    changed[length // 2] += 1
-    swapped[:8], swapped[8:16] = good.payload[8:16], good.payload[:8]
-    for parts, payload in (
-        ([(name, at, length)], changed),
-        ([(name, at, length)], swapped),
-        ([(name, at + 1, length)], good.payload),
-        ([("half", at, length)], good.payload),
-    ):
-        with pytest.raises(RuntimeError, match="were corrupted in transfer"):
-            make_weight_transfer(sent).receive(WeightChunk(parts, good.checksum, payload))
+    # of a large chunk every third row of 4 KiB is read
+    large = replace(sent, tensors={"large": torch.randn(3, 10**6)})
+    for weights, size in ((sent, 100), (large, 9 * 10**6)):
+        good = next(weights.iter_chunks(size))
+        name, at, length = good.parts[0]
+        changed, swapped = good.payload.clone(), good.payload.roll(length // 2)
+        changed[length // 2 :][:12288] += 1
+        for parts, payload in (
+            ([(name, at, length)], changed),
+            ([(name, at, length)], swapped),
+            ([(name, at + 1, length)], good.payload),
+            ([("half", at, length)], good.payload),
+        ):
+            with pytest.raises(RuntimeError, match="were corrupted in transfer"):
+                make_weight_transfer(weights).receive(WeightChunk(parts, good.checksum, payload))
 
 
 def test_the_verb_of_a_chunk_holds_no_weights():
@@ -205,7 +207,7 @@ def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(
     far, counter, near = router_parts
     fresh = submit_call(far, "snapshot", 0, 5)
     (verb, arguments, present) = near.pop()
-    assert (verb, arguments) == ("take_snapshot", (0, True))
+    assert (verb, arguments) == ("take_snapshot", (0, True, {}))
     waiting = [submit_call(far, "compute_logprobs", 5, []), submit_call(far, "free_version", 5)]
     older = submit_call(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
     assert (
@@ -213,7 +215,8 @@ def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(
         and older.result() == "of the old weights"
     )
     present.set_result(staged())
-    assert counter.next() == "begin_transfer 5"
+    narrow = {"large": torch.bfloat16}
+    assert counter.next(narrow) == "begin_transfer 5"
     submit_call(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
     results = [counter.next() for _ in range(2)]
     assert sorted(results) == ["receive_chunk 5", "run_steps 1"]
@@ -221,7 +224,8 @@ def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(
     assert counter.next({"version": 7}) == "end_transfer 5" and fresh.result() == {"version": 7}
     assert [counter.next(), counter.next()] == ["compute_logprobs 5", "free_version 5"]
     submit_call(far, "snapshot", 0, 6)
-    assert near.pop()[:2] == ("take_snapshot", (0, False))  # the samplers have frozen weights
+    # the samplers have frozen weights, and the learners round the others before they copy them
+    assert near.pop()[:2] == ("take_snapshot", (0, False, narrow))
 
 
 class SmallChunks(WeightSnapshot):
@@ -316,7 +320,7 @@ def test_a_hand_over_that_failed_leaves_nothing_and_the_next_is_whole(router_par
     counter.get_nowait()[1].future.set_exception(RuntimeError("were corrupted in transfer"))
     assert "corrupted in transfer" in str(fresh.exception()) and counter.next() == "free_version 5"
     submit_call(far, "snapshot", 0, 6)
-    assert near.pop()[:2] == ("take_snapshot", (0, True)), "what is frozen never came"
+    assert near.pop()[:2] == ("take_snapshot", (0, True, {})), "what is frozen never came"
 
 
 def test_a_model_is_forgotten_after_what_was_staged_of_it(router_parts):

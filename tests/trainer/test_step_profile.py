@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from whole_runs import RECIPE, read_metrics, same_weights
 
+from bench import gpu_runs
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.trainer.execute import execute
@@ -44,6 +45,15 @@ def test_a_profile_holds_the_parts_of_a_step_and_changes_no_result(tmp_path, cap
     assert len(updates) == 2  # a single update in each of the two steps
     seconds = sum(event["dur"] for event in updates) / 1e3
     assert figures["update"] == pytest.approx(seconds / 2, abs=0.06)
+
+    # bench/gpu.py reads the same table
+    rows = {}
+    table = SimpleNamespace(
+        path=tmp_path / "step.csv", row=lambda case, *cells: rows.update({cells[:2]: cells[2:]})
+    )
+    gpu_runs._record_profile(table, "LoRA, tiny", profiled)
+    assert rows == {(part, "host_ms"): (value, "ms") for part, value in figures.items()}
+    assert (tmp_path / "profile_LoRA_grpo.json.gz").is_file()
 
 
 def read_events(folder: Path) -> list[dict]:
