@@ -60,8 +60,6 @@ class DeviceSteps:
         max_positions: int,
         steps_per_sync: int,
     ):
-        if state.decoder.multi_adapter:
-            raise ValueError("several steps per sync have one adapter for all rows: leave it None")
         self._rows, self._state, self._stops, self._pool = rows, state, stops, pool
         # the position of an ended row is one past its last token
         self._max_blocks = state.block_manager.num_blocks_for(max_positions) + 1

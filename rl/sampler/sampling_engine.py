@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import Decoder
-from rl.sampler.decoder_factory import enable_expert_recording
+from rl.sampler.decoder_factory import enable_expert_recording, find_decoder_features
 from rl.sampler.decoder_fast import MultiAdapterDecoder
 from rl.sampler.device_steps import Chunk, DeviceSteps
 from rl.sampler.kv_cache_pool import IdleKVCachePool
@@ -47,6 +47,7 @@ from rl.sampler.token_sampling import (
     sample_next_tokens,
 )
 from rl.types import SampledSequence, SampleResponse
+from rl.types.feature_table import check_features
 
 DEFAULT_CACHE_TOKENS = 262_144
 STEPS_PER_SYNC = 8  # steps per host sync
@@ -69,14 +70,13 @@ class Engine(Scheduler):
     which the device samples without the host (None: the host runs each step).
     `enable_prefix_caching`: prompts that begin with tokens whose keys and values are in the cache
     prefill only the others; logprobs change by rounding.
-    `num_speculative_tokens`: most draft tokens of each row in a step (speculative_decoder.py), not
-    with `steps_per_sync`.
+    `num_speculative_tokens`: most draft tokens of each row in a step (speculative_decoder.py).
 
     A decoder of several models (`MultiAdapterDecoder`) samples each request from the model that its
     `adapter_id` selects. If the weights of a request produce no numbers (NaN), only the requests of
     these weights fail; with a single model `step` raises FloatingPointError. Raises ValueError if a
-    limit is less than 1 or if several ranks split the decoder of device steps, UserError if experts
-    cannot be recorded.
+    limit is less than 1, UserError if features do not combine (`rl.types.feature_table`) or if
+    experts cannot be recorded.
     """
 
     def __init__(
@@ -103,11 +103,12 @@ class Engine(Scheduler):
                 f"kv_cache_tokens={kv_cache_tokens}, max_rows={max_rows}, max_context={limits}: "
                 "at least 1 each"
             )
-        if steps_per_sync is not None and getattr(decoder, "tp_group", None) is not None:
-            raise ValueError(
-                "several steps per host sync need a decoder on a single rank, and several ranks "
-                "split this decoder: use the plain Engine"
-            )
+        features = find_decoder_features(decoder) | {
+            "plain cache" if block_size is None else "paged cache",
+            *(["device steps"] if steps_per_sync is not None else []),
+            *(["speculative decoding"] if num_speculative_tokens else []),
+        }
+        check_features(features)
         if steps_per_sync is not None and steps_per_sync < 1:
             raise ValueError(f"steps_per_sync={steps_per_sync}: at least 1")
         if record_experts:
@@ -140,7 +141,7 @@ class Engine(Scheduler):
         self._in_flight: Chunk | None = None
         self._device_steps: DeviceSteps | None = None
         if steps_per_sync is not None:
-            assert self._pool is not None, "steps of the device need a paged cache"
+            assert self._pool is not None
             positions = min([kv_cache_tokens, *limits])
             self._device_steps = DeviceSteps(
                 self._rows, self._state, self._stops, self._pool, max_rows, positions,
