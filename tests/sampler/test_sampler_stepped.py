@@ -16,6 +16,7 @@ from sampler_models import (  # noqa: F401
     make_request,
     multistep_engine,
     one_thread,
+    paged_engine,
     random_prompts,
     run_requests,
     tiny_model,
@@ -265,6 +266,53 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
         assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
         assert engine._in_flight is None
     assert ahead > 20 and launched > ahead
+
+
+SCENARIOS = ("full weights", "LoRA", "tight pool", "new weights")
+
+
+def play_scenario(scenario, engine, requests, decoder, steps):
+    """Return tokens, logprobs and versions of each sample. "new weights": those of `decoder` after
+    `steps` steps; "tight pool": requests wait, and rows are preempted.
+    """
+    for request in requests:
+        engine.add(request)
+    finished, count, waited = {}, 0, False
+    while engine.busy:
+        if scenario == "new weights" and count == steps:
+            engine.change_weights(decoder, 1)
+        finished |= {done.request_id: done.result() for done in engine.step()}
+        count, waited = count + 1, waited or bool(engine._waiting)
+    assert bool(engine.preemptions) == waited == (scenario == "tight pool")
+    samples = [s for _, response in sorted(finished.items()) for s in response.sequences]
+    assert any(s.versions for s in samples) == (scenario == "new weights")
+    return [(s.tokens, s.logprobs, s.versions) for s in samples]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_steps_of_the_device_draw_what_those_of_the_host_do(scenario):
+    """Equivalent test on a GPU: test_sampler_gpu.py."""
+    models = [tiny_model("qwen3") for _ in range(2)]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(1.1)
+    if scenario == "LoRA":
+        models[0] = add_lora(models[0], LORA)
+    decoder, new = (make_decoder(model, kind="fast") for model in models)
+    requests = [
+        make_request(prompt, 4, max_tokens=30, problem=i)
+        for i, prompt in enumerate(random_prompts([5, 9, 12]))
+    ]
+    # the same tokens before the new weights: a step admits and samples 1, each other step 8 or 1
+    limits = {"kv_cache_tokens": 128, "max_rows": 7} if scenario == "tight pool" else {}
+    kinds = ((multistep_engine, 3), (paged_engine, 17))
+    mine, plain = (
+        play_scenario(scenario, make(decoder, (3,), page=4, **limits), requests, new, steps)
+        for make, steps in kinds
+    )
+    for sample, expected in zip(mine, plain, strict=True):
+        assert (sample[0], sample[2]) == (expected[0], expected[2])
+        np.testing.assert_allclose(sample[1], expected[1], atol=1e-4)
 
 
 @pytest.fixture
