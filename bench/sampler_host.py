@@ -44,6 +44,7 @@ from rl.sampler import (  # noqa: E402
 from rl.sampler.cuda_graphs import CUDAGraphRunner, _record_tokens  # noqa: E402
 from rl.sampler.decode_state import Prompt  # noqa: E402
 from rl.sampler.decoder import batch_prompts  # noqa: E402
+from rl.sampler.device_steps import DeviceSteps  # noqa: E402
 from rl.sampler.forward_fast import _PREFILL_TOKENS  # noqa: E402
 from rl.sampler.kv_cache_pool import KVCachePool  # noqa: E402
 from rl.sampler.paged_state import PagedState  # noqa: E402
@@ -211,11 +212,13 @@ def make_request(problem: int, length: int, samples: int, most: int = MOST) -> S
 
 def run_schedule(groups: int, **settings: Any) -> dict[str, int]:
     """Run groups of 16 samples to the end. Return the preemptions, the tokens computed again, all
-    tokens fed, the steps, those outside chunks that fed running rows, and the largest batch.
+    tokens fed, the steps, those outside chunks that fed running rows, the largest batch, the chunks,
+    and those that were launched before the chunk before them was read.
     """
     lengths = np.random.default_rng(0).integers(60, 501, groups).tolist()
-    counts = dict(recomputed=0, outside=0)
+    counts = dict(recomputed=0, outside=0, ahead=0)
     resume, decode = PagedState.resume_row, PagedState.decode
+    launch_next = DeviceSteps.launch_next
 
     def resumes(state: Any, slot: int, fed: Any, *more: Any) -> None:
         counts["recomputed"] += len(fed)
@@ -225,18 +228,32 @@ def run_schedule(groups: int, **settings: Any) -> dict[str, int]:
         counts["outside"] += 1
         return decode(state, tokens)
 
+    def launches(device: DeviceSteps, *args: Any) -> Any:
+        chunk = launch_next(device, *args)
+        counts["ahead"] += chunk is not None
+        return chunk
+
     with pytest.MonkeyPatch.context() as patch, scripted_device():
         patch.setattr(PagedState, "resume_row", resumes)
         patch.setattr(PagedState, "decode", decodes)
+        patch.setattr(DeviceSteps, "launch_next", launches)
         engine = make_engine(**settings)
+        engine.runs_ahead = True
         for problem, length in enumerate(lengths):
             engine.add(make_request(problem, length, 16))
         engine.run()
     counters = engine.counters
     fed = counters.fed_tokens + counters.prefill_tokens + counts["recomputed"]
+    assert engine._device_steps is not None
     return counts | dict(
-        preempted=engine.preemptions, fed=fed, steps=counters.steps, rows=counters.peak_rows
-    )
+        preempted=engine.preemptions, fed=fed, steps=counters.steps, rows=counters.peak_rows,
+        chunks=engine._device_steps.num_syncs,
+    )  # fmt: skip
+
+
+def count_idle(schedule: dict[str, int]) -> tuple[int, int]:
+    """Return the chunks that were launched after the one before them was read, and the target."""
+    return schedule["chunks"] - schedule["ahead"], 0
 
 
 class _EnoughChunks(Exception):
@@ -306,10 +323,14 @@ def measure() -> Iterator[tuple[str, str, str, float | str, float | str]]:
     share = round(schedule["recomputed"] / schedule["fed"], 3)
     yield "default_kv_budget", case, "share computed again", share, 0
     yield "default_kv_budget", case, "steps", schedule["steps"], MOST
+    yield "default_kv_budget", case, "chunks", schedule["chunks"], schedule["chunks"]
+    yield "default_kv_budget", case, "chunks after an idle device", *count_idle(schedule)
     schedule = run_schedule(128, kv_cache_tokens=1024 * 2048)
     case = "128 x 16, at most 1024 rows"
     yield "waiting_requests", case, "steps outside graphs", schedule["outside"], 0
     yield "waiting_requests", case, "steps", schedule["steps"], schedule["steps"]
+    yield "waiting_requests", case, "chunks", schedule["chunks"], schedule["chunks"]
+    yield "waiting_requests", case, "chunks after an idle device", *count_idle(schedule)
     for rows, target in ((256, 0.5), (1024, 1.5)):
         for case, ahead in ((f"{rows} rows", False), (f"{rows} rows of a call, none waits", True)):
             milliseconds = round(host_seconds(rows, ahead) * 1e3, 2)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.sampler.block_manager import private_tables, split_block_tables
+from rl.sampler.block_manager import split_block_tables
 from rl.sampler.cuda_graphs import CUDAGraphRunner, DecodeInputs
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
@@ -121,16 +121,16 @@ class DeviceSteps:
         count, rows = uniforms.shape
         return self._start_copy(count, rows, shared, columns)
 
-    def launch_next(self, chunk: Chunk) -> Chunk | None:
-        """Launch the chunk after `chunk`, which has not been read: the device knows its last tokens
-        and which rows it ended.
+    def launch_next(self, chunk: Chunk, most: int) -> Chunk | None:
+        """Launch the chunk after `chunk`, of up to `most` steps. `chunk` has not been read: the
+        device knows its last tokens and which rows it ended.
 
         Returns None if the rows may change otherwise between the two chunks: a row has stop
         strings, blocks are short, or a smaller bucket holds the rows.
         """
         runner, manager, device_rows = self.runner, self._state.block_manager, chunk.rows
         remaining = self.remaining_tokens() - chunk.count
-        count = min(self.steps_per_sync, int(remaining.max(initial=0)))
+        count = min(most, int(remaining.max(initial=0)))
         if (
             runner is None
             or count < 1
@@ -141,15 +141,24 @@ class DeviceSteps:
         counts = np.clip(remaining, 0, count).tolist()
         if not manager.fits(counts):
             return None
-        for row, positions in zip(manager.rows, counts, strict=True):
+        new: list[tuple[int, int, int]] = []  # blocks: device row, place in its table, block
+        skipped = (self._skip // manager.block_size).tolist()
+        for column, row, positions in zip(
+            chunk.columns.tolist(), manager.rows, counts, strict=True
+        ):
+            blocks, before = row.block_table, len(row.block_table)
             if positions:  # the row writes to blocks of its own since its first step
                 manager.append_positions(row, positions)
-        by_device_row: list[list[int]] = [[] for _ in range(device_rows)]
-        for column, row in zip(chunk.columns.tolist(), manager.rows, strict=True):
-            by_device_row[column] = row.block_table
-        bucket, width = runner.bucket_for(device_rows), max(map(len, by_device_row))
-        table = private_tables(by_device_row, self._skip // manager.block_size, bucket, width)
-        upload(runner.buffers.table, table)
+            for place in range(before, len(blocks)):
+                new.append((column, place - skipped[column], blocks[place]))
+        table = runner.buffers.table
+        if new:
+            at = torch.empty(len(new), 3, dtype=torch.int64, device=table.device)
+            upload(at, np.array(new))
+            row, place, block = at.unbind(1)
+            table.index_put_((row, place), block.to(table.dtype))
+        bucket = runner.bucket_for(device_rows)
+        width = max(len(row.block_table) for row in manager.rows)
         uniforms = np.zeros((count, device_rows))
         uniforms[:, chunk.columns] = self._rows.uniforms_ahead(chunk.count + count)[chunk.count :]
         return self._run(runner, bucket, width, chunk.shared, uniforms, chunk.columns)

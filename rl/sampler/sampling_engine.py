@@ -7,8 +7,8 @@ Over a paged cache, the device can run several steps per host sync (device_steps
 are the same. A step that admits requests then prefills their prompts and samples their first
 tokens; their rows join the next steps of the device. Rows that truncate their distribution or
 adjust their logits run one step at a time. Only the host can check stop strings; tokens sampled
-past a stop string are discarded. Once no request waits, `run` launches the next steps before it
-reads the last ones.
+past a stop string are discarded. While no waiting request can be admitted, the next steps are
+launched before the last ones are read: in `run`, and within the `max_steps` of a caller of `step`.
 """
 
 from __future__ import annotations
@@ -133,9 +133,10 @@ class Engine(Scheduler):
         self._errors: dict[int, FloatingPointError] = {}  # of requests that diverged in this step
         self._has_non_finite = False  # whether the cache holds NaN or infinity
         self.steps_per_sync = steps_per_sync
-        # upper bound on the tokens per row of the next `step`; None: `steps_per_sync`
+        # Upper bound on the tokens per row of the next calls of `step`, with no other call between
+        # them. None: `steps_per_sync`, and any call may follow.
         self.max_steps: int | None = None
-        # whether `run` launches a chunk before it reads the one before, so that the device does not
+        # whether a chunk is launched before the one before it is read, so that the device does not
         # wait for the host
         self.runs_ahead = decoder.device.type == "cuda"
         self._in_flight: Chunk | None = None
@@ -419,9 +420,11 @@ class Engine(Scheduler):
         process its tokens.
         """
         assert self._device_steps is not None
-        waits = self._waiting or self._preempted
-        goes_ahead = self._runs_to_end and self.runs_ahead and not waits
-        self._in_flight = self._device_steps.launch_next(chunk) if goes_ahead else None
+        most = self._device_steps.steps_per_sync
+        if not self._runs_to_end:
+            most = min(most, (self.max_steps or 0) - chunk.count)
+        goes_ahead = self.runs_ahead and not self._preempted and not self._may_admit()
+        self._in_flight = self._device_steps.launch_next(chunk, most) if goes_ahead else None
         return self._process_steps(chunk.columns, *chunk.read())
 
     def _process_steps(

@@ -211,6 +211,7 @@ def engine_of(
             if kind == "stepped"
             else paged_engine(decoder, EOS, Letters(), **settings)
         )
+        engine.runs_ahead = kind == "stepped"
         # half of them admit while pages are free, and preempt
         engine.expects_lengths = look % 2 == 0
     if engine.speculation is not None:  # draft also where it does not pay
@@ -244,7 +245,7 @@ class EngineWorkload:
         self.first_seen: dict[int, int] = {}  # the weight version at the first submission
         self.dropped: set[int] = set()
         self.happened: dict[str, int] = dict.fromkeys(
-            "waited looks dropped changed moved cached begun drafted accepted".split(), 0
+            "waited looks ahead dropped changed moved cached begun drafted accepted".split(), 0
         )
 
     def all(self) -> None:
@@ -292,15 +293,22 @@ class EngineWorkload:
         self.happened["begun"] += request.resume_from is not None
 
     def _step(self) -> None:
-        if self.engine.steps_per_sync:
-            self.engine.max_steps = (
-                None if self.rng.random() < 0.8 else int(self.rng.integers(1, 4))
-            )
-        for done in self.engine.step():
-            place = self.place.pop(done.request_id)
-            assert place not in self.finished
-            self.finished[place] = done.result().sequences
-        if self.engine.is_paged:
+        """Take a step; half of the engines on a device take several with nothing between them."""
+        steps, engine = 1, self.engine
+        if engine.steps_per_sync and self.rng.random() < 0.5:
+            steps = engine.max_steps = int(self.rng.integers(1, 30))
+        while steps > 0 and engine.busy:
+            before = engine.counters.steps
+            for done in engine.step():
+                place = self.place.pop(done.request_id)
+                assert place not in self.finished
+                self.finished[place] = done.result().sequences
+            steps -= max(engine.counters.steps - before, 1)
+            if engine.max_steps is not None:
+                self.happened["ahead"] += engine._in_flight is not None
+                engine.max_steps = max(steps, 0) or None
+        assert engine._in_flight is None or not len(engine._in_flight.columns)
+        if self.engine.is_paged and engine._in_flight is None:
             check_blocks(self.engine._state.block_manager)
             check_readers(self.engine)
 

@@ -241,15 +241,15 @@ def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_pree
 
 
 def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monkeypatch):
-    """With `run`, once no request waits: the samples equal those of the plain engine, and pages are
-    freed.
+    """With `run`, while no request can be admitted: the samples equal those of the plain engine,
+    and pages are freed.
     """
     launched = ahead = 0
     launch = DeviceSteps.launch_next
 
-    def launch_next(self, chunk):
+    def launch_next(self, *args):
         nonlocal launched, ahead
-        result = launch(self, chunk)
+        result = launch(self, *args)
         launched, ahead = launched + 1, ahead + (result is not None)
         return result
 
