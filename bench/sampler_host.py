@@ -150,8 +150,8 @@ def graph_captures() -> tuple[int, str]:
             captured: list[int] = []
             run = CUDAGraphRunner.run
 
-            def look(runner: Any, rows: int, width: int, shared: bool, count: int) -> None:
-                run(runner, rows, width, shared, count)
+            def look(runner: Any, rows: int, *more: Any) -> None:
+                run(runner, rows, *more)
                 captured.append(len(modes))
                 # a graph that is replayed does nothing here: ends some rows instead
                 runner.buffers.tokens[:, : rows // 4] = 0
@@ -170,7 +170,7 @@ def scripted_device() -> Iterator[None]:
     """Replace the model's computation: every token is equally likely, whatever the prompt is."""
     blank_decoder()  # is compared with its model when it is made
 
-    def step(model: Any, kv: Any, rope: Any, buffers: Any, rows: int, width: int, shared: bool):
+    def step(model: Any, kv: Any, rope: Any, buffers: Any, rows: int, *more: Any):
         b = buffers.first_rows(rows)
         uniform = b.uniform.index_select(0, b.at).squeeze(0)
         _record_tokens(b, (uniform * VOCAB).long(), torch.full((rows,), -1.0), None)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from rl.sampler.block_manager import split_block_tables
-from rl.sampler.cuda_graphs import CUDAGraphRunner, DecodeInputs
+from rl.sampler.cuda_graphs import CUDAGraphRunner, DecodeInputs, truncated_bucket
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.stop_conditions import StopTable
+from rl.sampler.token_sampling import find_limits, find_truncated_rows
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Chunk:
     count: int  # steps
     rows: int  # device rows
     shared: bool
+    truncated: int  # a bucket of device rows
     columns: np.ndarray  # device row of each running row, when the chunk before it has been read
     sampled: Tensor  # tokens and logprobs, float64 [2, count, rows]
     experts: Tensor | None  # of the fed tokens, [count, rows, B * K], if recorded
@@ -102,8 +104,9 @@ class DeviceSteps:
         shared, bucket = manager.shared_prefixes(), runner.bucket_for(rows)
         runner.prepare(most_rows, bool(shared) or may_share)
         width = self._upload_rows(runner.buffers, bucket, remaining, written, shared)
-        uniforms = self._rows.uniforms_ahead(count)
-        return self._run(runner, bucket, width, bool(shared), uniforms, np.arange(rows))
+        truncated = self._upload_truncation(runner.buffers, bucket)
+        graph = (bucket, width, bool(shared), truncated)
+        return self._run(runner, *graph, self._rows.uniforms_ahead(count), np.arange(rows))
 
     def _run(
         self,
@@ -111,15 +114,16 @@ class DeviceSteps:
         bucket: int,
         width: int,
         shared: bool,
+        truncated: int,
         uniforms: np.ndarray,
         columns: np.ndarray,
     ) -> Chunk:
         """Launch a step for each row of `uniforms` [S, device rows]."""
         upload(runner.buffers.uniform, uniforms)
-        runner.run(bucket, min(width, runner.max_blocks), shared, len(uniforms))
+        runner.run(bucket, min(width, runner.max_blocks), shared, len(uniforms), truncated)
         self.num_syncs += 1
         count, rows = uniforms.shape
-        return self._start_copy(count, rows, shared, columns)
+        return self._start_copy(count, rows, shared, truncated, columns)
 
     def launch_next(self, chunk: Chunk, most: int) -> Chunk | None:
         """Launch the chunk after `chunk`, of up to `most` steps. `chunk` has not been read: the
@@ -161,9 +165,12 @@ class DeviceSteps:
         width = max(len(row.block_table) for row in manager.rows)
         uniforms = np.zeros((count, device_rows))
         uniforms[:, chunk.columns] = self._rows.uniforms_ahead(chunk.count + count)[chunk.count :]
-        return self._run(runner, bucket, width, chunk.shared, uniforms, chunk.columns)
+        graph = (bucket, width, chunk.shared, chunk.truncated)
+        return self._run(runner, *graph, uniforms, chunk.columns)
 
-    def _start_copy(self, count: int, rows: int, shared: bool, columns: np.ndarray) -> Chunk:
+    def _start_copy(
+        self, count: int, rows: int, shared: bool, truncated: int, columns: np.ndarray
+    ) -> Chunk:
         """Return the steps that were launched last as a chunk, and start to copy its results."""
         assert self.runner is not None, "no step was launched"
         b, event = self.runner.buffers, None
@@ -174,7 +181,7 @@ class DeviceSteps:
             experts = None if experts is None else _copy_to_pinned(experts)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._state.decoder.device))
-        return Chunk(count, rows, shared, columns, sampled, experts, event)
+        return Chunk(count, rows, shared, truncated, columns, sampled, experts, event)
 
     def _prepare_runner(self) -> CUDAGraphRunner:
         """Return the runner of the present weights: a graph reads the weights that it was captured
@@ -231,6 +238,20 @@ class DeviceSteps:
         for name, values in inputs.items():
             upload(getattr(b, name), values)
         return width
+
+    def _upload_truncation(self, b: DecodeInputs, bucket: int) -> int:
+        """Copy the settings of the truncated rows to the device; return the bucket of their
+        number.
+        """
+        vocab = self._state.decoder.vocab_size
+        index = np.flatnonzero(find_truncated_rows(self._rows, vocab))
+        truncated = truncated_bucket(len(index), bucket)
+        if truncated:
+            index = _pad_to(index, truncated, index[0])
+            upload(b.truncated, index)
+            upload(b.limits, find_limits(self._rows, index, vocab))
+            upload(b.untruncated, self._rows["untruncated_logprobs"][index])
+        return truncated
 
 
 def upload(target: Tensor, values: np.ndarray) -> None:

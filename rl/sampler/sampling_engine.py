@@ -5,10 +5,11 @@ a group is prefilled once), samples a token for every row, and removes the finis
 
 Over a paged cache, the device can run several steps per host sync (device_steps.py). The samples
 are the same. A step that admits requests then prefills their prompts and samples their first
-tokens; their rows join the next steps of the device. Rows that truncate their distribution or
-adjust their logits run one step at a time. Only the host can check stop strings; tokens sampled
-past a stop string are discarded. While no waiting request can be admitted, the next steps are
-launched before the last ones are read: in `run`, and within the `max_steps` of a caller of `step`.
+tokens; their rows join the next steps of the device. While rows adjust their logits (biases,
+penalties, `min_tokens`), all rows run one step at a time. Only the host can check stop strings;
+tokens sampled past a stop string are discarded. While no waiting request can be admitted, the next
+steps are launched before the last ones are read: in `run`, and within the `max_steps` of a caller
+of `step`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ from rl.sampler.speculative_decoder import SpeculativeDecoder
 from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
 from rl.sampler.token_sampling import (
     find_adjusted_rows,
-    find_truncated_rows,
     make_row_settings,
     sample_next_tokens,
 )
@@ -239,7 +239,7 @@ class Engine(Scheduler):
         if self._in_flight is not None:
             return self._process_chunk(self._in_flight)
         self._resume()
-        if self._device_steps is not None and self._is_untruncated():
+        if self._device_steps is not None and not find_adjusted_rows(self._rows).any():
             return self._step_on_device(self._device_steps)
         self._preempt_newest()
         if self.speculation and not self._may_admit():
@@ -395,11 +395,6 @@ class Engine(Scheduler):
             yield row, group, sequence
 
     # ------------------------------------------------------------------------------- device steps
-
-    def _is_untruncated(self) -> bool:
-        """Return whether the distribution of every row is the model's at the temperature."""
-        truncated = find_truncated_rows(self._rows, self.decoder.vocab_size)
-        return not (truncated | find_adjusted_rows(self._rows)).any()
 
     def _step_on_device(self, device: DeviceSteps) -> list[FinishedRequest]:
         """Admit requests and sample their first tokens, or run steps of all rows on the device."""

@@ -16,7 +16,7 @@ from sampler_models import (
     row_settings,
     run_requests,
 )
-from test_sampler_stepped import LORA, SCENARIOS, play_scenario
+from test_sampler_stepped import LORA, SCENARIOS, play_scenario, truncation
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels import decode_ops, sample_tokens
@@ -176,12 +176,12 @@ def test_this_device_samples_over_pages_with_graphs():
     assert compare_engines(small_decoder()) is None
 
 
-def run_eagerly(self, rows, width, shared, count):
+def run_eagerly(self, rows, width, shared, count, truncated=0):
     """Replace `CUDAGraphRunner.run`: the same steps, without a graph."""
     self.buffers.at.zero_()
-    shared = shared and rows > 1
+    state, shared = (self.model, self.kv, self.ropes, self.buffers), shared and rows > 1
     for _ in range(count):
-        decode_step(self.model, self.kv, self.ropes, self.buffers, rows, self.max_blocks, shared)
+        decode_step(*state, rows, self.max_blocks, shared, truncated)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -192,7 +192,10 @@ def test_graphs_draw_what_the_same_steps_draw_in_each_scenario(scenario, monkeyp
     name = "model.layers.1.mlp.down_proj.weight"
     new.load_([(name, decoder.weights.view(name) * 1.05)])
     requests = [
-        make_request(list(range(1, 250 + 20 * i)), 4, max_tokens=60, problem=i) for i in range(6)
+        make_request(
+            list(range(1, 250 + 20 * i)), 4, max_tokens=60, problem=i, **truncation(scenario, i)
+        )
+        for i in range(6)
     ]
     limits = {"kv_cache_tokens": 256 * 60, "max_rows": 24}
     if scenario == "tight pool":
@@ -293,7 +296,7 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
     monkeypatch.setattr(
         CUDAGraphRunner,
         "_capture",
-        lambda self, rows, shared: captured.append((rows, shared)) or capture(self, rows, shared),
+        lambda self, *key: captured.append(key) or capture(self, *key),
     )
 
     def drawn(kept):

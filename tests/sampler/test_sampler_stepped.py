@@ -4,8 +4,6 @@ without the host.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -36,7 +34,7 @@ LORA = [
 
 def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
     """Return groups on prompts of any length, with greedy rows, temperatures, several kinds of
-    stops, and sometimes top-k.
+    stops, and sometimes top-k, top-p or min-p.
     """
     prompts = [rng.integers(0, vocab, int(rng.integers(1, 20))).tolist() for _ in range(3)]
     requests = []
@@ -44,7 +42,10 @@ def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]
         stop = [None, [5], [], [7, 9, 11]][int(rng.integers(4))]
         options = dict(
             temperature=float(rng.choice([0.0, 0.7, 1.0])),
-            top_k=3 if rng.random() < 0.1 else -1,
+            top_k=3 if rng.random() < 0.2 else -1,
+            top_p=0.8 if rng.random() < 0.2 else 1.0,
+            min_p=0.1 if rng.random() < 0.2 else 0.0,
+            untruncated_logprobs=bool(rng.random() < 0.3),
             stop=stop,
         )
         params = SamplingParams(max_tokens=int(rng.integers(1, 25)), **options)
@@ -224,13 +225,12 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
 def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_preempted(
     decoder, monkeypatch
 ):
-    """No step uses `PagedState.decode`: new prompts get their first token and join."""
+    """No step uses `PagedState.decode`: new prompts get their first token and join, also if rows
+    truncate their distribution.
+    """
     waiting = preempted = 0
     for seed in range(6):
         engine, requests = make_tight_engine(np.random.default_rng(seed), decoder)
-        requests = [
-            dataclasses.replace(r, params=dataclasses.replace(r.params, top_k=-1)) for r in requests
-        ]
         expected = run_requests(Engine(decoder, (3,)), requests)
         with monkeypatch.context() as patch:
             patch.setattr(PagedState, "decode", None)
@@ -268,7 +268,13 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
     assert ahead > 20 and launched > ahead
 
 
-SCENARIOS = ("full weights", "LoRA", "tight pool", "new weights")
+SCENARIOS = ("full weights", "LoRA", "tight pool", "new weights", "truncated rows")
+
+
+def truncation(scenario, i):
+    """Return the parameters of request i that truncate its distribution; none for every third."""
+    options = [{"top_k": 5, "top_p": 0.9}, {"min_p": 0.1, "untruncated_logprobs": True}, {}]
+    return options[i % 3] if scenario == "truncated rows" else {}
 
 
 def play_scenario(scenario, engine, requests, decoder, steps):
@@ -300,7 +306,7 @@ def test_steps_of_the_device_draw_what_those_of_the_host_do(scenario):
         models[0] = add_lora(models[0], LORA)
     decoder, new = (make_decoder(model, kind="fast") for model in models)
     requests = [
-        make_request(prompt, 4, max_tokens=30, problem=i)
+        make_request(prompt, 4, max_tokens=30, problem=i, **truncation(scenario, i))
         for i, prompt in enumerate(random_prompts([5, 9, 12]))
     ]
     # the same tokens before the new weights: a step admits and samples 1, each other step 8 or 1
