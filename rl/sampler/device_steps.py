@@ -159,8 +159,8 @@ class DeviceSteps:
         if new:
             at = torch.empty(len(new), 3, dtype=torch.int64, device=table.device)
             upload(at, np.array(new))
-            row, place, block = at.unbind(1)
-            table.index_put_((row, place), block.to(table.dtype))
+            device_row, index, value = at.unbind(1)
+            table.index_put_((device_row, index), value.to(table.dtype))
         bucket = runner.bucket_for(device_rows)
         width = max(len(row.block_table) for row in manager.rows)
         uniforms = np.zeros((count, device_rows))
