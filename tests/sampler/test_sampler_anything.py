@@ -39,7 +39,8 @@ def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind):
     """Requests of all kinds, cancelled or moved to another engine, with new weights midway: each
     result equals that of the request alone.
     """
-    result = run_seeds(kind, range(9))
+    # the adapters' requests first preempt rows at seed 9
+    result = run_seeds(kind, range(10 if kind == "paged, adapters" else 9))
     assert result["compared"] > 200, result
     assert all(result[what] for what in ("dropped", "moved", "begun", "cached")), result
     assert bool(result["changed"]) != kind.endswith("adapters")
