@@ -129,8 +129,8 @@ def open_models(
     """
     from rl.config import override_settings
     from rl.reporting import contains_run
-    from rl.sampler import check_features
     from rl.trainer import load_sampled_model, open_weights
+    from rl.types.feature_table import check_features
 
     runs = [target for target in args.weights if contains_run(Path(os.path.expanduser(target)))]
     for target in args.weights:

@@ -32,6 +32,7 @@ from rl.config.number_range import (
 )
 from rl.errors import UnusedSettingError
 from rl.lr_schedule import SCHEDULES
+from rl.types.feature_table import find_conflict, find_sampler_features
 
 if TYPE_CHECKING:
     from rl.types import LoraConfig
@@ -238,28 +239,12 @@ class SamplingSettings:
             raise ValueError(
                 f"eval_temperature is 0 (greedy) or at least {TEMPERATURE.low:g}, got {self.eval_temperature}"
             )
-        if self.sampler_cache == "paged" and self.sampler == "hf":
-            raise ValueError(
-                "sampler_cache paged requires the fast decoder, and sampler is hf, the forward of transformers: leave sampler_cache at auto, or sampler at auto or fast"
-            )
-        if self.sampler_tp > 1 and self.sampler == "hf":
-            raise ValueError(
-                f"sampler_tp {self.sampler_tp} requires the fast decoder, and sampler is hf, the forward of transformers: leave sampler_tp at 1, or sampler at auto or fast"
-            )
-        if self.num_speculative_tokens and self.sampler == "hf":
-            raise ValueError(
-                f"num_speculative_tokens {self.num_speculative_tokens} requires the fast decoder, and sampler is hf, the forward of transformers: leave num_speculative_tokens at 0, or sampler at auto or fast"
-            )
-        if self.sampler == "vllm" and self.num_speculative_tokens:
-            raise UnusedSettingError(
-                "num_speculative_tokens",
-                f"num_speculative_tokens {self.num_speculative_tokens} is a setting of the sampler in this process, and sampler is vllm: leave it at 0, and start the server with --speculative-config",
-            )
-        if self.sampler == "vllm" and (self.sampler_tp > 1 or self.sampler_cache != "auto"):
-            raise UnusedSettingError(
-                "sampler_tp" if self.sampler_tp > 1 else "sampler_cache",
-                "sampler_tp and sampler_cache are settings of the sampler in this process, and sampler is vllm: leave them out, and start the server with --tensor-parallel-size",
-            )
+        features = find_sampler_features(
+            self.sampler, self.sampler_cache, self.sampler_tp, self.num_speculative_tokens
+        )
+        for name, feature in features.items():
+            if (reason := find_conflict((features["sampler"], feature))) is not None:
+                raise UnusedSettingError(name, reason)
         require(
             self,
             ("sampler_url", "sampler_folder", "sampler_timeout"),

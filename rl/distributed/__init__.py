@@ -15,7 +15,6 @@ from rl.distributed.parallel_groups import (
     check_expert_parallel_size,
     check_tensor_parallel,
     check_tensor_parallel_size,
-    check_tensor_parallel_without_roles,
 )
 from rl.distributed.rank_roles import assign_role, check_roles, rank_name
 from rl.distributed.sharding import (
@@ -45,7 +44,6 @@ __all__ = [
     "checkpoint_path",
     "rank_name",
     "spans_machines",
-    "check_tensor_parallel_without_roles",
     "check_tensor_parallel_size",
     "check_roles",
     "check_context_parallel",

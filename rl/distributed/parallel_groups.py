@@ -12,6 +12,7 @@ from rl.distributed import collectives
 from rl.distributed.accelerate_launch import get_launch_sharding
 from rl.distributed.sharding import FSDPSharding, Sharding
 from rl.errors import UserError
+from rl.types.feature_table import check_features
 from rl.types.number_checks import validate_integer
 
 
@@ -27,7 +28,8 @@ def check_tensor_parallel(sampler_tp: int, sampler_ranks: int = 0) -> None:
     )
     if sampler_tp == 1:
         return
-    check_tensor_parallel_without_roles(sampler_tp, sampler_ranks)
+    if sampler_ranks:
+        check_features(("tensor parallelism", "sampler ranks"))
     started = max(collectives.world(), int(os.environ.get("WORLD_SIZE", "1")))
     if started == 1:
         raise UserError(
@@ -39,15 +41,6 @@ def check_tensor_parallel(sampler_tp: int, sampler_ranks: int = 0) -> None:
     check_tensor_parallel_size(
         sampler_tp, min(started, int(os.environ.get("LOCAL_WORLD_SIZE", started)))
     )
-
-
-def check_tensor_parallel_without_roles(sampler_tp: int, sampler_ranks: int) -> None:
-    """Raise UserError if `sampler_tp` is used in a launch with processes that only sample."""
-    if sampler_tp > 1 and sampler_ranks:
-        raise UserError(
-            f"sampler_tp {sampler_tp} and sampler_ranks {sampler_ranks} cannot be combined: each "
-            "rank that only samples holds all weights. Leave out either of them"
-        )
 
 
 def check_tensor_parallel_size(sampler_tp: int, per_node: int) -> None:

@@ -61,8 +61,9 @@ from rl.models import (
     unwrap_model,
     uses_flash_attention,
 )
-from rl.sampler import check_features, find_rope_switch
+from rl.sampler import find_rope_switch
 from rl.types import AdamParams, Datum
+from rl.types.feature_table import check_features
 from rl.types.number_checks import validate_target_ids
 
 

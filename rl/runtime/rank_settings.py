@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from rl.config import ModelSettings, OptimSettings, SamplingSettings
 from rl.learner import LearnerSettings, kept_bytes_from_gib
-from rl.sampler import DEFAULT_CACHE_TOKENS, check_features
+from rl.sampler import DEFAULT_CACHE_TOKENS
+from rl.types.feature_table import check_features, find_sampler_features
 
 
 @dataclass(frozen=True)
@@ -51,17 +52,10 @@ class SamplerSettings:
         return "auto" if self.kind == "vllm" else self.kind
 
     def __post_init__(self) -> None:
-        if self.tp > 1 and self.kind == "hf":
-            check_features(("tensor parallelism", "generic decoder"))
-        if self.num_speculative_tokens and self.kind == "hf":
-            check_features(("speculative decoding", "generic decoder"))
-        if self.kind == "vllm":
-            features = {
-                "paged cache": self.cache == "paged",
-                "tensor parallelism": self.tp > 1,
-                "speculative decoding": self.num_speculative_tokens > 0,
-            }
-            check_features(("vllm", *(name for name, is_used in features.items() if is_used)))
+        features = find_sampler_features(
+            self.kind, self.cache, self.tp, self.num_speculative_tokens
+        )
+        check_features(features.values())
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from rl.sampler import (
     IdleKVCachePool,
     MultiAdapterDecoder,
     SamplingRequest,
-    check_features,
     check_has_experts,
     has_experts,
     make_engine,
 )
+from rl.types.feature_table import check_features
 from rl.vllm import VllmDecoder, VllmEngine
 
 BaseKey = tuple[str, str | None, int]  # base, tokenizer, seed: what a model is loaded from

@@ -22,7 +22,7 @@ from rl.sampler.decoder_fast import (
     count_unsharded_parameters,
 )
 from rl.sampler.decoder_weights import UnsupportedModel
-from rl.sampler.engine_selection import check_features, make_engine
+from rl.sampler.engine_selection import make_engine
 from rl.sampler.kv_cache_pool import IdleKVCachePool
 from rl.sampler.paged_state import BLOCK_SIZE
 from rl.sampler.precision import cast_frozen_, iter_frozen_matrices
@@ -53,7 +53,6 @@ __all__ = [
     "build_stop_condition",
     "check_params",
     "UnsupportedModel",
-    "check_features",
     "check_shard_counts",
     "check_supported",
     "iter_frozen_matrices",

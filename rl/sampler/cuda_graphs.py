@@ -8,7 +8,7 @@ kv_cache_pool.py keeps graphs beyond the life of an engine.
 
 A finished row (`remaining` 0) still takes part: it writes to an unused block, and its token does
 not change. Shapes: R rows (of a bucket), B blocks of a table, S positions of a block, G groups, H
-query heads, K key heads, D head width, V vocabulary.
+query heads, K key heads, D head width, V vocabulary, M truncated rows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,17 @@ from torch import Tensor
 from kernels import SharedPages, compute_paged_attention, decode_ops, sample_tokens
 from rl.sampler.expert_layers import stack_choices
 from rl.sampler.forward_fast import FastForward, ForwardOps
-from rl.sampler.token_sampling import RowSamplingSettings
+from rl.sampler.token_sampling import (
+    RowSamplingSettings,
+    compute_untruncated_logprobs,
+    sample_with_torch,
+    truncate_logits,
+)
 from rl.sampler.token_sampling import sample_tokens as draw_from_logits
+from rl.types import TRUNCATION_DEFAULTS
 
+# truncated rows that are sampled at once: sorting a row of 152,000 logits takes 8 MB
+_TRUNCATED_AT_ONCE = 64
 # written by a step
 _STEP_OUTPUTS = ("token", "position", "remaining", "at", "tokens", "logprobs", "experts")
 
@@ -44,7 +52,9 @@ class DecodeInputs:
 
     By row: the `token` to feed, its `position`, the number of `remaining` tokens to sample (0:
     finished), `skip` positions that are in shared blocks, `table` of the other blocks, `stop_row`
-    of `stops`. `shares` to `shared_length` are `kernels.SharedPages`. `at`: the step since the last
+    of `stops`. `truncated`: the rows whose distribution is truncated, with repeated rows up to a
+    bucket, their `limits` (`find_limits`), and whether their logprobs are `untruncated`. `shares`
+    to `shared_length` are `kernels.SharedPages`. `at`: the step since the last
     host synchronization; it selects the row of `uniform`, `tokens` and `logprobs`.
     """
 
@@ -56,6 +66,9 @@ class DecodeInputs:
     stop_row: Tensor = _buffer("R")
     temperature: Tensor = _buffer("R", torch.float32)  # above 0; 1 for greedy rows
     greedy: Tensor = _buffer("R", torch.bool)
+    truncated: Tensor = _buffer("R")
+    limits: Tensor = _buffer("LR", torch.float64)
+    untruncated: Tensor = _buffer("R", torch.bool)
     shares: Tensor = _buffer("R", torch.bool)  # whether the row is in a group
     order: Tensor = _buffer("R")
     place: Tensor = _buffer("R")
@@ -84,11 +97,11 @@ class DecodeInputs:
         """Allocate the buffers: zeros, and temperature 1. `choices`: recorded experts per token.
 
         Dimensions: R rows, G groups, + groups and 1 more, B blocks of a table, S steps, C stop
-        conditions, V vocabulary, K choices.
+        conditions, V vocabulary, K choices, L parameters that truncate.
         """
         groups = max(rows // 2, 1)
         sizes = {"R": rows, "G": groups, "+": groups + 1, "B": blocks, "S": steps, "1": 1}
-        sizes |= {"C": conditions, "V": vocab, "K": choices}
+        sizes |= {"C": conditions, "V": vocab, "K": choices, "L": len(TRUNCATION_DEFAULTS)}
         buffers = {
             buffer.name: torch.zeros(
                 [sizes[dim] for dim in buffer.metadata["dims"]],
@@ -124,13 +137,14 @@ def decode_step(
     rows: int,
     width: int,
     shared: bool,
+    truncated: int = 0,
 ) -> None:
     """Sample a token for each of the first `rows` rows that has not finished.
 
     `width`: the largest number of blocks of a table to read. `kv` [2, blocks + 1, S, K, D] of each
     layer; the last block belongs to no sequence. `ropes` [ropes, 2, positions, D]
     (`FastForward.rope_tables`). `shared`: whether some rows are in groups with shared blocks, which
-    are read once for all rows of a group.
+    are read once for all rows of a group. `truncated`: number of rows in `buffers.truncated`.
     """
     a, b = model.architecture, buffers.first_rows(rows)
     position = b.position
@@ -155,9 +169,13 @@ def decode_step(
         return compute_paged_attention(q, kv[index], table, length, groups, layer.bounds).flatten(1)
 
     hidden = model.forward(b.token, attend, None, None, choices, _DEVICE_OPS)
-    token, logprob = _sample(
-        model, hidden, b.uniform.index_select(0, b.at).squeeze(0), b.temperature, b.greedy
-    )
+    uniform = b.uniform.index_select(0, b.at).squeeze(0)
+    token, logprob = _sample(model, hidden, uniform, b.temperature, b.greedy)
+    for first in range(0, truncated, _TRUNCATED_AT_ONCE):
+        count = min(_TRUNCATED_AT_ONCE, truncated - first)
+        index, new_token, new_logprob = _sample_truncated(model, hidden, uniform, b, first, count)
+        token = token.index_copy(0, index, new_token)
+        logprob = logprob.index_copy(0, index, new_logprob)
     _record_tokens(b, token, logprob, choices)
 
 
@@ -224,6 +242,28 @@ def _sample(
     )
 
 
+def _sample_truncated(
+    model: FastForward, hidden: Tensor, uniform: Tensor, b: DecodeInputs, first: int, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `count` truncated rows from `first` on, their tokens and logprobs, [M] each."""
+    index = b.truncated.narrow(0, first, count)
+    logits = model.head(hidden.index_select(0, index)).float()
+    scaled = logits / b.temperature.index_select(0, index).unsqueeze(1)
+    cut = truncate_logits(scaled, *b.limits.narrow(1, first, count).unbind(0))
+    token, logprob = sample_with_torch(cut, uniform.index_select(0, index))
+    whole = compute_untruncated_logprobs(scaled, token)
+    return index, token, torch.where(b.untruncated.narrow(0, first, count), whole, logprob)
+
+
+def truncated_bucket(truncated: int, rows: int) -> int:
+    """Return the number of truncated rows to capture a graph for: a power of 4, at most `rows`.
+
+    >>> [truncated_bucket(truncated, 24) for truncated in (0, 1, 2, 5, 16, 17)]
+    [0, 1, 4, 16, 16, 24]
+    """
+    return min(4 ** (((truncated - 1).bit_length() + 1) // 2), rows) if truncated else 0
+
+
 def row_buckets(max_rows: int) -> list[int]:
     """Return the row counts to capture graphs for, ascending; at most half of a bucket's rows are
     unused.
@@ -265,7 +305,8 @@ class CUDAGraphRunner:
         self.buckets = row_buckets(max_rows)
         self.max_blocks = buffers.table.shape[1]
         self.ropes = model.rope_tables(self.max_blocks * kv[0].shape[2])
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        # by rows, whether blocks are shared, and truncated rows
+        self._graphs: dict[tuple[int, bool, int], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None  # of all captures: they share memory by it
 
@@ -293,42 +334,43 @@ class CUDAGraphRunner:
         if self.uses_graphs:
             self._get_graph(self.bucket_for(rows), shared)
 
-    def run(self, rows: int, width: int, shared: bool, count: int) -> None:
+    def run(self, rows: int, width: int, shared: bool, count: int, truncated: int = 0) -> None:
         """Run `count` steps of the first `rows` rows (a bucket) without synchronization.
 
-        `width`: the current number of blocks of the longest table.
+        `width`: the current number of blocks of the longest table. `truncated`: a bucket.
         """
-        graph = self._get_graph(rows, shared) if self.uses_graphs else None
+        graph = self._get_graph(rows, shared, truncated) if self.uses_graphs else None
+        step_args = (self.model, self.kv, self.ropes, self.buffers, rows, width, shared, truncated)
         self.buffers.at.zero_()
         for _ in range(count):
             if graph is None:
-                decode_step(self.model, self.kv, self.ropes, self.buffers, rows, width, shared)
+                decode_step(*step_args)
             else:
                 graph.replay()
 
-    def _get_graph(self, rows: int, shared: bool) -> torch.cuda.CUDAGraph:
-        """Return the bucket's graph, after capturing it and all smaller buckets that are missing.
+    def _get_graph(self, rows: int, shared: bool, truncated: int = 0) -> torch.cuda.CUDAGraph:
+        """Return the bucket's graph, after capturing it and all smaller buckets that are missing
+        (for truncated rows: it alone).
 
         Batches shrink, so smaller buckets follow. The largest is captured first, so that the others
         can reuse the memory of its pool. A graph for shared blocks also serves rows without any.
         """
-        shared = rows > 1 and (shared or (rows, True) in self._graphs)
-        if (rows, shared) not in self._graphs:
+        shared = rows > 1 and (shared or (rows, True, truncated) in self._graphs)
+        if (rows, shared, truncated) not in self._graphs:
             saved = {name: getattr(self.buffers, name).clone() for name in _STEP_OUTPUTS}
-            for size in reversed([size for size in self.buckets if size <= rows]):
-                key = (size, shared and size > 1)
+            sizes = [rows] if truncated else [size for size in self.buckets if size <= rows]
+            for size in reversed(sizes):
+                key = (size, shared and size > 1, truncated)
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(*key)
             for name, before in saved.items():
                 getattr(self.buffers, name).copy_(before)
-        return self._graphs[rows, shared]
+        return self._graphs[rows, shared, truncated]
 
-    def _capture(self, rows: int, shared: bool) -> torch.cuda.CUDAGraph:
+    def _capture(self, rows: int, shared: bool, truncated: int) -> torch.cuda.CUDAGraph:
         """Capture a graph of a single step; this writes to the buffers and to the unused block."""
-        b, step_args = (
-            self.buffers,
-            (self.model, self.kv, self.ropes, self.buffers, rows, self.max_blocks, shared),
-        )
+        b, state = self.buffers, (self.model, self.kv, self.ropes, self.buffers)
+        step_args = (*state, rows, self.max_blocks, shared, truncated)
         with torch.cuda.device(b.token.device):
             # torch's own stream for captures is one of the first device that captured
             self._stream = stream = self._stream or torch.cuda.Stream()

@@ -15,6 +15,7 @@ from rl.sampler.decoder_weights import UnsupportedModel
 from rl.sampler.prefix_attention import disable_cudnn_attention
 from rl.sampler.tensor_parallel import TensorParallelGroup
 from rl.sampler.verify_decoder import matches_model, select_batching
+from rl.types.feature_table import check_features
 
 _NO_TENSOR_PARALLEL = (
     "sampler_tp {} requires the fast decoder (docs/models.md lists its families), but {}: leave "
@@ -56,7 +57,7 @@ def make_decoder(
         raise ValueError(f"kind must be 'auto', 'fast' or 'hf', got {kind!r}")
     shared = base if isinstance(base, FastDecoder) and weights is None else None
     if tp_group is not None and kind == "hf":
-        raise UserError(_NO_TENSOR_PARALLEL.format(tp_group.size, "the sampler is 'hf'"))
+        check_features(("tensor parallelism", "generic decoder"))
     decoder = None
     if kind != "hf":
         try:
@@ -146,3 +147,11 @@ def enable_expert_recording(decoder: Decoder) -> None:
             f"router_replay: {decoder.name} cannot replay the choice of experts ({error}): "
             "turn it off"
         ) from error
+
+
+def find_decoder_features(decoder: Decoder) -> set[str]:
+    """Return the features of a decoder, of those in `rl.types.feature_table`."""
+    if not isinstance(decoder, FastDecoder):
+        return {"generic decoder"}
+    features = {"tensor parallelism": decoder.tp_group, "adapters per row": decoder.multi_adapter}
+    return {"fast decoder", *(name for name, value in features.items() if value)}

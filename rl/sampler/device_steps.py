@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.sampler.block_manager import private_tables, split_block_tables
-from rl.sampler.cuda_graphs import CUDAGraphRunner, DecodeInputs
+from rl.sampler.block_manager import split_block_tables
+from rl.sampler.cuda_graphs import CUDAGraphRunner, DecodeInputs, truncated_bucket
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.stop_conditions import StopTable
+from rl.sampler.token_sampling import find_limits, find_truncated_rows
 
 
 @dataclass(slots=True)
@@ -30,6 +31,7 @@ class Chunk:
     count: int  # steps
     rows: int  # device rows
     shared: bool
+    truncated: int  # a bucket of device rows
     columns: np.ndarray  # device row of each running row, when the chunk before it has been read
     sampled: Tensor  # tokens and logprobs, float64 [2, count, rows]
     experts: Tensor | None  # of the fed tokens, [count, rows, B * K], if recorded
@@ -60,8 +62,6 @@ class DeviceSteps:
         max_positions: int,
         steps_per_sync: int,
     ):
-        if state.decoder.multi_adapter:
-            raise ValueError("several steps per sync have one adapter for all rows: leave it None")
         self._rows, self._state, self._stops, self._pool = rows, state, stops, pool
         # the position of an ended row is one past its last token
         self._max_blocks = state.block_manager.num_blocks_for(max_positions) + 1
@@ -104,8 +104,9 @@ class DeviceSteps:
         shared, bucket = manager.shared_prefixes(), runner.bucket_for(rows)
         runner.prepare(most_rows, bool(shared) or may_share)
         width = self._upload_rows(runner.buffers, bucket, remaining, written, shared)
-        uniforms = self._rows.uniforms_ahead(count)
-        return self._run(runner, bucket, width, bool(shared), uniforms, np.arange(rows))
+        truncated = self._upload_truncation(runner.buffers, bucket)
+        graph = (bucket, width, bool(shared), truncated)
+        return self._run(runner, *graph, self._rows.uniforms_ahead(count), np.arange(rows))
 
     def _run(
         self,
@@ -113,26 +114,27 @@ class DeviceSteps:
         bucket: int,
         width: int,
         shared: bool,
+        truncated: int,
         uniforms: np.ndarray,
         columns: np.ndarray,
     ) -> Chunk:
         """Launch a step for each row of `uniforms` [S, device rows]."""
         upload(runner.buffers.uniform, uniforms)
-        runner.run(bucket, min(width, runner.max_blocks), shared, len(uniforms))
+        runner.run(bucket, min(width, runner.max_blocks), shared, len(uniforms), truncated)
         self.num_syncs += 1
         count, rows = uniforms.shape
-        return self._start_copy(count, rows, shared, columns)
+        return self._start_copy(count, rows, shared, truncated, columns)
 
-    def launch_next(self, chunk: Chunk) -> Chunk | None:
-        """Launch the chunk after `chunk`, which has not been read: the device knows its last tokens
-        and which rows it ended.
+    def launch_next(self, chunk: Chunk, most: int) -> Chunk | None:
+        """Launch the chunk after `chunk`, of up to `most` steps. `chunk` has not been read: the
+        device knows its last tokens and which rows it ended.
 
         Returns None if the rows may change otherwise between the two chunks: a row has stop
         strings, blocks are short, or a smaller bucket holds the rows.
         """
         runner, manager, device_rows = self.runner, self._state.block_manager, chunk.rows
         remaining = self.remaining_tokens() - chunk.count
-        count = min(self.steps_per_sync, int(remaining.max(initial=0)))
+        count = min(most, int(remaining.max(initial=0)))
         if (
             runner is None
             or count < 1
@@ -143,20 +145,32 @@ class DeviceSteps:
         counts = np.clip(remaining, 0, count).tolist()
         if not manager.fits(counts):
             return None
-        for row, positions in zip(manager.rows, counts, strict=True):
+        new: list[tuple[int, int, int]] = []  # blocks: device row, place in its table, block
+        skipped = (self._skip // manager.block_size).tolist()
+        for column, row, positions in zip(
+            chunk.columns.tolist(), manager.rows, counts, strict=True
+        ):
+            blocks, before = row.block_table, len(row.block_table)
             if positions:  # the row writes to blocks of its own since its first step
                 manager.append_positions(row, positions)
-        by_device_row: list[list[int]] = [[] for _ in range(device_rows)]
-        for column, row in zip(chunk.columns.tolist(), manager.rows, strict=True):
-            by_device_row[column] = row.block_table
-        bucket, width = runner.bucket_for(device_rows), max(map(len, by_device_row))
-        table = private_tables(by_device_row, self._skip // manager.block_size, bucket, width)
-        upload(runner.buffers.table, table)
+            for place in range(before, len(blocks)):
+                new.append((column, place - skipped[column], blocks[place]))
+        table = runner.buffers.table
+        if new:
+            at = torch.empty(len(new), 3, dtype=torch.int64, device=table.device)
+            upload(at, np.array(new))
+            device_row, index, value = at.unbind(1)
+            table.index_put_((device_row, index), value.to(table.dtype))
+        bucket = runner.bucket_for(device_rows)
+        width = max(len(row.block_table) for row in manager.rows)
         uniforms = np.zeros((count, device_rows))
         uniforms[:, chunk.columns] = self._rows.uniforms_ahead(chunk.count + count)[chunk.count :]
-        return self._run(runner, bucket, width, chunk.shared, uniforms, chunk.columns)
+        graph = (bucket, width, chunk.shared, chunk.truncated)
+        return self._run(runner, *graph, uniforms, chunk.columns)
 
-    def _start_copy(self, count: int, rows: int, shared: bool, columns: np.ndarray) -> Chunk:
+    def _start_copy(
+        self, count: int, rows: int, shared: bool, truncated: int, columns: np.ndarray
+    ) -> Chunk:
         """Return the steps that were launched last as a chunk, and start to copy its results."""
         assert self.runner is not None, "no step was launched"
         b, event = self.runner.buffers, None
@@ -167,7 +181,7 @@ class DeviceSteps:
             experts = None if experts is None else _copy_to_pinned(experts)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._state.decoder.device))
-        return Chunk(count, rows, shared, columns, sampled, experts, event)
+        return Chunk(count, rows, shared, truncated, columns, sampled, experts, event)
 
     def _prepare_runner(self) -> CUDAGraphRunner:
         """Return the runner of the present weights: a graph reads the weights that it was captured
@@ -224,6 +238,20 @@ class DeviceSteps:
         for name, values in inputs.items():
             upload(getattr(b, name), values)
         return width
+
+    def _upload_truncation(self, b: DecodeInputs, bucket: int) -> int:
+        """Copy the settings of the truncated rows to the device; return the bucket of their
+        number.
+        """
+        vocab = self._state.decoder.vocab_size
+        index = np.flatnonzero(find_truncated_rows(self._rows, vocab))
+        truncated = truncated_bucket(len(index), bucket)
+        if truncated:
+            index = _pad_to(index, truncated, index[0])
+            upload(b.truncated, index)
+            upload(b.limits, find_limits(self._rows, index, vocab))
+            upload(b.untruncated, self._rows["untruncated_logprobs"][index])
+        return truncated
 
 
 def upload(target: Tensor, values: np.ndarray) -> None:

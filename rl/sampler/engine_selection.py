@@ -1,115 +1,31 @@
 """Choose the engine: contiguous or paged KV cache, several steps per host sync, adapters of rows,
-recording of experts. One table lists the features that do not combine.
+recording of experts. `rl.types.feature_table` lists the features that do not combine.
 
 On CUDA the cache is chosen by a trial of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from rl.errors import UserError, warn_on_rank_zero
+from rl.errors import warn_on_rank_zero
 from rl.sampler.decoder import Decoder
+from rl.sampler.decoder_factory import find_decoder_features
 from rl.sampler.decoder_fast import FastDecoder, MultiAdapterDecoder
 from rl.sampler.kv_cache_pool import IdleKVCachePool
 from rl.sampler.paged_state import BLOCK_SIZE
 from rl.sampler.sampling_engine import STEPS_PER_SYNC, Engine
 from rl.sampler.sampling_requests import SamplingRequest
 from rl.types import SampledSequence, SamplingParams
+from rl.types.feature_table import check_features, find_conflict
 
 CACHE_KINDS = ("auto", "plain", "paged")
 _TRIAL_LAYERS, _TRIAL_VOCAB, _TRIAL_ROWS = 2, 4096, 4  # sizes of a trial
-
-
-# Pairs of features that do not combine, and why. Features of a decoder: "fast decoder", "generic
-# decoder", "tensor parallelism". Features of an engine: "paged cache", "adapters per row", "router
-# replay", "speculative decoding", and "device steps": several steps without the host between them
-# (`Engine`).
-# "vllm": servers decode (rl.vllm); of a run, "sampler ranks" (processes that only sample),
-# "cache recomputation" and "replay"; of a program, "several models"; of a learner, "context
-# parallelism" and "router aux loss".
-# Every other pair combines, also with images, conversations, prompt logprobs, all of
-# `SamplingParams`, new weights, cancelled and resumed requests.
-EXCLUDED_PAIRS: Mapping[tuple[str, str], str] = {
-    ("paged cache", "generic decoder"): (
-        "sampler_cache paged is supported only by the fast decoder (docs/models.md lists its "
-        "families): leave sampler_cache at auto, or sample such a model"
-    ),
-    ("tensor parallelism", "generic decoder"): (
-        "sampler_tp shards models of the fast decoder (docs/models.md lists its families), and the "
-        "sampler is hf, the model's original forward: leave sampler_tp at 1, or the sampler at auto"
-    ),
-    ("adapters per row", "generic decoder"): (
-        "the generic decoder has the same weights for all rows: sample each model in a separate "
-        "batch"
-    ),
-    ("device steps", "generic decoder"): (
-        "the steps of a device call the kernels of the fast decoder"
-    ),
-    ("device steps", "tensor parallelism"): ("the steps of a device contain no sums over ranks"),
-    ("device steps", "adapters per row"): ("the steps of a device have one adapter for all rows"),
-    ("device steps", "speculative decoding"): ("the steps of a device feed one token of each row"),
-    ("speculative decoding", "generic decoder"): (
-        "num_speculative_tokens is supported only by the fast decoder (docs/models.md lists its "
-        "families): leave num_speculative_tokens at 0 for such a model"
-    ),
-    ("vllm", "speculative decoding"): (
-        "num_speculative_tokens is a setting of the sampler in this process, and sampler is vllm: "
-        "leave it at 0, and start the server with --speculative-config"
-    ),
-    ("vllm", "paged cache"): (
-        "sampler_cache is the layout of the sampler in this process, and sampler is vllm: leave "
-        "sampler_cache at auto"
-    ),
-    ("vllm", "tensor parallelism"): (
-        "sampler_tp shards the sampler in this process, and sampler is vllm: leave sampler_tp at 1 "
-        "and start the server with --tensor-parallel-size"
-    ),
-    ("vllm", "sampler ranks"): (
-        "sampler_ranks are processes that sample, and with sampler vllm its servers do: leave "
-        "sampler_ranks at 0"
-    ),
-    ("vllm", "cache recomputation"): (
-        "recompute_cache computes the KV cache of the sampler in this process again, and sampler "
-        "is vllm: leave recompute_cache out"
-    ),
-    ("vllm", "replay"): (
-        "a replay repeats a run bit for bit, and with sampler vllm the samples depend on rounding "
-        "and on the order of requests in its servers: leave replay out, or the sampler at auto"
-    ),
-    ("context parallelism", "router replay"): (
-        "context_parallel_size divides a micro-batch among ranks, and router_replay counts the "
-        "experts of a whole micro-batch: set context_parallel_size to 1, or turn router_replay off"
-    ),
-    ("context parallelism", "router aux loss"): (
-        "context_parallel_size divides a micro-batch among ranks, and router_aux_loss_coef "
-        "balances the experts of a whole micro-batch: set context_parallel_size to 1, or "
-        "router_aux_loss_coef to 0"
-    ),
-    ("vllm", "several models"): (
-        "vLLM servers hold the weights of one model: sample from one model at a time, or leave the "
-        "sampler at auto"
-    ),
-    ("vllm", "adapters per row"): (
-        "the sampler vllm has the same weights for all rows: sample each model in a separate batch"
-    ),
-}
-
-
-def find_conflict(features: Collection[str]) -> str | None:
-    """Return why features do not combine (`EXCLUDED_PAIRS`); None if they do."""
-    return next((reason for pair, reason in EXCLUDED_PAIRS.items() if {*pair} <= {*features}), None)
-
-
-def check_features(features: Collection[str]) -> None:
-    """Raise UserError if features do not combine."""
-    if (reason := find_conflict(features)) is not None:
-        raise UserError(reason)
 
 
 def make_engine(
@@ -137,9 +53,8 @@ def make_engine(
     if cache not in CACHE_KINDS:
         raise ValueError(f"cache is one of {', '.join(CACHE_KINDS)}, got {cache!r}")
     fast = decoder if isinstance(decoder, FastDecoder) else None
-    present = {*features, "generic decoder" if fast is None else "fast decoder"}
-    if fast is not None and fast.tp_group is not None:
-        present.add("tensor parallelism")
+    present = {*features, *find_decoder_features(decoder)}
+    if "tensor parallelism" in present:
         idle_pool = None  # the ranks' pools must be of equal size, and memory differs between ranks
     if settings.get("num_speculative_tokens"):
         present.add("speculative decoding")

@@ -5,10 +5,11 @@ a group is prefilled once), samples a token for every row, and removes the finis
 
 Over a paged cache, the device can run several steps per host sync (device_steps.py). The samples
 are the same. A step that admits requests then prefills their prompts and samples their first
-tokens; their rows join the next steps of the device. Rows that truncate their distribution or
-adjust their logits run one step at a time. Only the host can check stop strings; tokens sampled
-past a stop string are discarded. Once no request waits, `run` launches the next steps before it
-reads the last ones.
+tokens; their rows join the next steps of the device. While rows adjust their logits (biases,
+penalties, `min_tokens`), all rows run one step at a time. Only the host can check stop strings;
+tokens sampled past a stop string are discarded. While no waiting request can be admitted, the next
+steps are launched before the last ones are read: in `run`, and within the `max_steps` of a caller
+of `step`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from rl.sampler.decode_state import compact_slots
 from rl.sampler.decoder import Decoder
-from rl.sampler.decoder_factory import enable_expert_recording
+from rl.sampler.decoder_factory import enable_expert_recording, find_decoder_features
 from rl.sampler.decoder_fast import MultiAdapterDecoder
 from rl.sampler.device_steps import Chunk, DeviceSteps
 from rl.sampler.kv_cache_pool import IdleKVCachePool
@@ -42,11 +43,11 @@ from rl.sampler.speculative_decoder import SpeculativeDecoder
 from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
 from rl.sampler.token_sampling import (
     find_adjusted_rows,
-    find_truncated_rows,
     make_row_settings,
     sample_next_tokens,
 )
 from rl.types import SampledSequence, SampleResponse
+from rl.types.feature_table import check_features
 
 DEFAULT_CACHE_TOKENS = 262_144
 STEPS_PER_SYNC = 8  # steps per host sync
@@ -69,14 +70,13 @@ class Engine(Scheduler):
     which the device samples without the host (None: the host runs each step).
     `enable_prefix_caching`: prompts that begin with tokens whose keys and values are in the cache
     prefill only the others; logprobs change by rounding.
-    `num_speculative_tokens`: most draft tokens of each row in a step (speculative_decoder.py), not
-    with `steps_per_sync`.
+    `num_speculative_tokens`: most draft tokens of each row in a step (speculative_decoder.py).
 
     A decoder of several models (`MultiAdapterDecoder`) samples each request from the model that its
     `adapter_id` selects. If the weights of a request produce no numbers (NaN), only the requests of
     these weights fail; with a single model `step` raises FloatingPointError. Raises ValueError if a
-    limit is less than 1 or if several ranks split the decoder of device steps, UserError if experts
-    cannot be recorded.
+    limit is less than 1, UserError if features do not combine (`rl.types.feature_table`) or if
+    experts cannot be recorded.
     """
 
     def __init__(
@@ -103,11 +103,12 @@ class Engine(Scheduler):
                 f"kv_cache_tokens={kv_cache_tokens}, max_rows={max_rows}, max_context={limits}: "
                 "at least 1 each"
             )
-        if steps_per_sync is not None and getattr(decoder, "tp_group", None) is not None:
-            raise ValueError(
-                "several steps per host sync need a decoder on a single rank, and several ranks "
-                "split this decoder: use the plain Engine"
-            )
+        features = find_decoder_features(decoder) | {
+            "plain cache" if block_size is None else "paged cache",
+            *(["device steps"] if steps_per_sync is not None else []),
+            *(["speculative decoding"] if num_speculative_tokens else []),
+        }
+        check_features(features)
         if steps_per_sync is not None and steps_per_sync < 1:
             raise ValueError(f"steps_per_sync={steps_per_sync}: at least 1")
         if record_experts:
@@ -132,15 +133,16 @@ class Engine(Scheduler):
         self._errors: dict[int, FloatingPointError] = {}  # of requests that diverged in this step
         self._has_non_finite = False  # whether the cache holds NaN or infinity
         self.steps_per_sync = steps_per_sync
-        # upper bound on the tokens per row of the next `step`; None: `steps_per_sync`
+        # Upper bound on the tokens per row of the next calls of `step`, with no other call between
+        # them. None: `steps_per_sync`, and any call may follow.
         self.max_steps: int | None = None
-        # whether `run` launches a chunk before it reads the one before, so that the device does not
+        # whether a chunk is launched before the one before it is read, so that the device does not
         # wait for the host
         self.runs_ahead = decoder.device.type == "cuda"
         self._in_flight: Chunk | None = None
         self._device_steps: DeviceSteps | None = None
         if steps_per_sync is not None:
-            assert self._pool is not None, "steps of the device need a paged cache"
+            assert self._pool is not None
             positions = min([kv_cache_tokens, *limits])
             self._device_steps = DeviceSteps(
                 self._rows, self._state, self._stops, self._pool, max_rows, positions,
@@ -237,7 +239,7 @@ class Engine(Scheduler):
         if self._in_flight is not None:
             return self._process_chunk(self._in_flight)
         self._resume()
-        if self._device_steps is not None and self._is_untruncated():
+        if self._device_steps is not None and not find_adjusted_rows(self._rows).any():
             return self._step_on_device(self._device_steps)
         self._preempt_newest()
         if self.speculation and not self._may_admit():
@@ -394,11 +396,6 @@ class Engine(Scheduler):
 
     # ------------------------------------------------------------------------------- device steps
 
-    def _is_untruncated(self) -> bool:
-        """Return whether the distribution of every row is the model's at the temperature."""
-        truncated = find_truncated_rows(self._rows, self.decoder.vocab_size)
-        return not (truncated | find_adjusted_rows(self._rows)).any()
-
     def _step_on_device(self, device: DeviceSteps) -> list[FinishedRequest]:
         """Admit requests and sample their first tokens, or run steps of all rows on the device."""
         if self._may_admit() and (logits := self._admit()):
@@ -418,9 +415,11 @@ class Engine(Scheduler):
         process its tokens.
         """
         assert self._device_steps is not None
-        waits = self._waiting or self._preempted
-        goes_ahead = self._runs_to_end and self.runs_ahead and not waits
-        self._in_flight = self._device_steps.launch_next(chunk) if goes_ahead else None
+        most = self._device_steps.steps_per_sync
+        if not self._runs_to_end:
+            most = min(most, (self.max_steps or 0) - chunk.count)
+        goes_ahead = self.runs_ahead and not self._preempted and not self._may_admit()
+        self._in_flight = self._device_steps.launch_next(chunk, most) if goes_ahead else None
         return self._process_steps(chunk.columns, *chunk.read())
 
     def _process_steps(

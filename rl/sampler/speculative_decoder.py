@@ -73,8 +73,7 @@ class DraftController:
 
 class SpeculativeDecoder:
     """Guess up to `num_tokens` tokens of each of `rows` from its own prompt and response, feed them
-    to `state`, and keep those that the engine samples too. `blocks`: of a paged cache. Raises
-    ValueError if the state is not that of the fast decoder.
+    to `state`, and keep those that the engine samples too. `blocks`: of a paged cache.
     """
 
     def __init__(
@@ -85,8 +84,6 @@ class SpeculativeDecoder:
         blocks: BlockManager | None,
         counters: EngineCounters,
     ):
-        if not isinstance(state, FastState):
-            raise ValueError("speculative decoding requires the fast decoder")
         # of the whole model, so that all ranks of a tensor-parallel group draft in the same steps
         slices = state.decoder.weights.slices.values()
         parameters = sum(piece.full_shape.numel() for piece in slices)

@@ -16,6 +16,7 @@ from torch import Tensor
 from rl.sampler import cpu_kernels
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import SamplingRequest, SequenceGroup
+from rl.types import TRUNCATION_DEFAULTS
 
 # vocabularies above this size are searched in two levels: first the block, then the token in it
 _BLOCK = 512
@@ -23,15 +24,12 @@ _BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class TruncatedRows:
-    """Hold the indices of the rows with min-p, top-k or top-p, and their values of these.
-
-    `top_k` is the vocabulary size for none.
+    """Hold the indices of the truncated rows [M], and their limits as `find_limits` returns them,
+    without min-p if no row has it.
     """
 
     rows: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor | None = None
+    limits: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,16 @@ def find_truncated_rows(rows: RowColumns, vocab: int) -> np.ndarray:
     return truncated & (rows["temperature"] != 0)
 
 
+def find_limits(rows: RowColumns, index: np.ndarray, vocab: int) -> np.ndarray:
+    """Return top-k (the vocabulary size for none), top-p and min-p of the rows `index` [M], float64
+    [3, M].
+    """
+    limits = np.stack([rows[name][index].astype(np.float64) for name in TRUNCATION_DEFAULTS])
+    top_k = limits[0]
+    top_k[(top_k < 1) | (top_k > vocab)] = vocab
+    return limits
+
+
 def find_adjusted_rows(rows: RowColumns) -> np.ndarray:
     """Return whether the next token of each row is sampled from adjusted logits, bool [N]."""
     return rows["adjusts_logits"] | (rows["num_sampled"] < rows["min_tokens"])
@@ -74,13 +82,11 @@ def make_row_settings(rows: RowColumns, *, vocab: int, device: torch.device) -> 
     plain_temperature = bool((temperature[~greedy] == 1).all())
     cut_N = find_truncated_rows(rows, vocab)
     if cut_N.any():
-        top_k, min_p = rows["top_k"][cut_N], rows["min_p"][cut_N]
-        top_k = np.where((top_k < 1) | (top_k > vocab), vocab, top_k)
+        index = np.flatnonzero(cut_N)
+        limits = find_limits(rows, index, vocab)
+        limits = limits if limits[2].any() else limits[:2]
         truncation = TruncatedRows(
-            rows=torch.from_numpy(np.flatnonzero(cut_N)).to(device),
-            top_k=torch.from_numpy(top_k).to(device),
-            top_p=torch.from_numpy(rows["top_p"][cut_N]).to(device),
-            min_p=torch.from_numpy(min_p).to(device) if (min_p > 0).any() else None,
+            torch.from_numpy(index).to(device), torch.from_numpy(limits).to(device)
         )
     return RowSamplingSettings(
         None
@@ -110,10 +116,11 @@ def sample_next_tokens(
     tokens_N, logprobs_N = sample_tokens(adjusted_NV, uniform_N, settings)
     if (whole_N := rows["untruncated_logprobs"]).any():
         whole_N = whole_N & (changed_N | find_truncated_rows(rows, logits_NV.shape[1]))
-        index_M = _row_indices(whole_N, logits_NV)
-        logprobs_N[index_M] = compute_untruncated_logprobs(
-            logits_NV[index_M], tokens_N[index_M], rows["temperature"][whole_N]
-        )
+        index_M, temperature_M = _row_indices(whole_N, logits_NV), rows["temperature"][whole_N]
+        divisor = np.where(temperature_M == 0, 1.0, temperature_M).astype(np.float32)
+        scaled_MV = logits_NV[index_M].float()
+        scaled_MV = scaled_MV / torch.from_numpy(divisor).to(scaled_MV.device)[:, None]
+        logprobs_N[index_M] = compute_untruncated_logprobs(scaled_MV, tokens_N[index_M])
     return tokens_N, logprobs_N
 
 
@@ -168,17 +175,11 @@ def penalize_repeats(
     return logits_MV - params.presence_penalty * (counts_MV > 0)
 
 
-def compute_untruncated_logprobs(
-    logits_MV: Tensor, tokens_M: Tensor, temperature_M: np.ndarray
-) -> Tensor:
-    """Return the logprobs of tokens under the distribution of the logits at the temperature (of a
-    greedy row: 1), float32.
-    """
-    divisor = np.where(temperature_M == 0, 1.0, temperature_M).astype(np.float32)
-    scaled_MV = logits_MV.float() / torch.from_numpy(divisor).to(logits_MV.device)[:, None]
+def compute_untruncated_logprobs(scaled_MV: Tensor, tokens_M: Tensor) -> Tensor:
+    """Return the logprobs of tokens in the softmax of the logits over the temperature, float32."""
     shifted_MV = scaled_MV - scaled_MV.amax(-1, keepdim=True)
     sum_M = shifted_MV.exp().sum(-1, dtype=torch.float64)
-    return shifted_MV.gather(1, tokens_M[:, None]).squeeze(1) - sum_M.log().float()
+    return shifted_MV.gather(1, tokens_M.unsqueeze(1)).squeeze(1) - sum_M.log().float()
 
 
 def _row_indices(rows_N: np.ndarray, like: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ def sample_tokens(
         # `unsqueeze`, since indexing queries the device even of fake tensors
         scaled_NV = logits_NV if temperature_N is None else logits_NV / temperature_N.unsqueeze(1)
         if cut is not None:
-            cut_RV = truncate_logits(scaled_NV[cut.rows], cut.top_k, cut.top_p, cut.min_p)
+            cut_RV = truncate_logits(scaled_NV[cut.rows], *cut.limits.unbind(0))
             scaled_NV = scaled_NV.index_copy(0, cut.rows, cut_RV)
         return sample_with_torch(scaled_NV, uniform_N, greedy_N)
     token_N, logprob_N = kernels.sample(
@@ -220,7 +221,7 @@ def sample_tokens(
     if cut is not None:
         rows, cut_RV = cut.rows, logits_NV[cut.rows]
         cut_RV = cut_RV if temperature_N is None else cut_RV / temperature_N[rows, None]
-        cut_RV = truncate_logits(cut_RV, cut.top_k, cut.top_p, cut.min_p)
+        cut_RV = truncate_logits(cut_RV, *cut.limits.unbind(0))
         token_N[rows], logprob_N[rows] = sample_with_torch(cut_RV, uniform_N[rows])
     return token_N, logprob_N
 
@@ -248,15 +249,16 @@ def truncate_logits(
     below p: the smallest set that reaches p, and always the first token.
     """
     sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
+    # `unsqueeze` and `narrow`: see `sample_tokens`
     rank_V = torch.arange(scaled_NV.shape[-1], device=scaled_NV.device)
     if min_p_N is not None:
         # relative to the largest probability
-        share_NV = (sorted_NV - sorted_NV[:, :1]).double().exp()
-        sorted_NV = sorted_NV.masked_fill(share_NV < min_p_N[:, None], -torch.inf)
-    kept_NV = sorted_NV.masked_fill(rank_V >= top_k_N[:, None], -torch.inf)
+        share_NV = (sorted_NV - sorted_NV.narrow(1, 0, 1)).double().exp()
+        sorted_NV = sorted_NV.masked_fill(share_NV < min_p_N.unsqueeze(1), -torch.inf)
+    kept_NV = sorted_NV.masked_fill(rank_V >= top_k_N.unsqueeze(1), -torch.inf)
     probability_NV = kept_NV.softmax(-1).double()
     before_NV = probability_NV.cumsum(-1) - probability_NV
-    kept_NV = kept_NV.masked_fill((before_NV >= top_p_N[:, None]) & (rank_V > 0), -torch.inf)
+    kept_NV = kept_NV.masked_fill((before_NV >= top_p_N.unsqueeze(1)) & (rank_V > 0), -torch.inf)
     return torch.empty_like(scaled_NV).scatter_(-1, order_NV, kept_NV)
 
 

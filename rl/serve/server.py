@@ -34,7 +34,6 @@ from rl.learner import choose_base_dtype
 from rl.memory_plan import ModelSkeleton
 from rl.processes import RunLock
 from rl.runtime import WorkerSettings, make_worker_settings
-from rl.sampler import check_features
 from rl.serve.app import JsonLineFormatter, make_app, make_chat_page_route
 from rl.serve.openai_routes import make_openai_routes as openai_routes
 from rl.serve.request_store import PendingRequest, RequestStore
@@ -44,6 +43,7 @@ from rl.serve.serving_engine import ServingEngine
 from rl.serve.session_store import SessionStore
 from rl.serve.tinker_rest import TinkerRestRoutes, UrlSigner
 from rl.serve.tinker_routes import TinkerRoutes
+from rl.types.feature_table import check_features
 
 log = logging.getLogger("whetstone.serve")
 KEYS_VARIABLE = "WHETSTONE_SERVE_KEYS"

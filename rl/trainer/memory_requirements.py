@@ -22,7 +22,6 @@ from rl.distributed import (
     check_context_parallel_size,
     check_expert_parallel_size,
     check_tensor_parallel_size,
-    check_tensor_parallel_without_roles,
     get_launch_sharding,
 )
 from rl.errors import UserError
@@ -59,6 +58,7 @@ from rl.models import (
 from rl.reporting import contains_run
 from rl.sampler import DEFAULT_CACHE_TOKENS
 from rl.trainer.initial_weights import continues_adapter, find_base_model, find_previous_stage
+from rl.types.feature_table import check_features
 
 _DEFAULT_GPU = 80.0  # GiB of a hypothetical GPU
 # Of a device: more cache than the default is only used if the plan leaves the rest, because the
@@ -416,7 +416,8 @@ def _tensor_parallel_size(
     if sampler_tp == 1:
         return 1
     try:
-        check_tensor_parallel_without_roles(sampler_tp, sampler_ranks)
+        if sampler_ranks:
+            check_features(("tensor parallelism", "sampler ranks"))
         if launch.world == 1:
             raise UserError(
                 f"sampler_tp {sampler_tp} splits the sampler's weights over {sampler_tp} "

@@ -25,7 +25,6 @@ from rl.config import (
 from rl.errors import UserError
 from rl.reporting import CHECKPOINTS, CONFIG, contains_run, load_saved_config
 from rl.runtime import WorkerSettings, make_sampler_settings, make_worker_settings
-from rl.sampler import check_features
 from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import (
     CheckpointRow,
@@ -34,6 +33,7 @@ from rl.trainer.checkpoint_manager import (
     read_checkpoint_list,
     read_stage_steps,
 )
+from rl.types.feature_table import check_features
 
 
 def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:

@@ -44,13 +44,13 @@ from rl.rollout import (
     open_engine,
     rollout,
 )
-from rl.sampler import check_features
 from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.resume import use_current_names
 from rl.trainer.stage_data import build_episode_groups
 from rl.trainer.stage_models import OpponentModels
 from rl.types import Problem, SamplingParams
+from rl.types.feature_table import check_features
 
 # The members of CHANGEABLE_SETTINGS that affect rounding: they determine the order of sums, and
 # after a checkpoint caches are computed again.

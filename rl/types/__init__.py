@@ -39,7 +39,12 @@ from rl.types.responses import (
     WeightsInfoResponse,
     merge_counters,
 )
-from rl.types.sampling_params import DISTRIBUTION_PARAMETERS, PARAMETER_BOUNDS, SamplingParams
+from rl.types.sampling_params import (
+    DISTRIBUTION_PARAMETERS,
+    PARAMETER_BOUNDS,
+    TRUNCATION_DEFAULTS,
+    SamplingParams,
+)
 from rl.types.training_data import (
     LOSS_INPUT_DTYPES,
     Datum,
@@ -65,6 +70,7 @@ __all__ = [
     "DISTRIBUTION_PARAMETERS",
     "LOSS_INPUT_DTYPES",
     "PARAMETER_BOUNDS",
+    "TRUNCATION_DEFAULTS",
     "AdamOptimizerConfig",
     "AdamParams",
     "Checkpoint",

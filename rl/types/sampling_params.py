@@ -32,6 +32,7 @@ _KEEPS_DISTRIBUTION = (
     "untruncated_logprobs",
     "ignore_eos",
 )
+_TRUNCATES = ("top_k", "top_p", "min_p")  # keep the most likely token
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,8 @@ _DISTRIBUTION = [
     if parameter.name not in _KEEPS_DISTRIBUTION
 ]
 DISTRIBUTION_PARAMETERS = tuple(name for name, _ in _DISTRIBUTION)
+# by name: the default of each parameter that truncates the distribution
+TRUNCATION_DEFAULTS = {name: usual for name, usual in _DISTRIBUTION if name in _TRUNCATES}
 
 
 def _check_stop(stop: Any) -> None:

@@ -23,7 +23,14 @@ from rl.sampler import (
     build_stop_condition,
     check_params,
 )
-from rl.types import PARAMETER_BOUNDS, PlacedImage, SampledSequence, SampleResponse
+from rl.types import (
+    DISTRIBUTION_PARAMETERS,
+    PARAMETER_BOUNDS,
+    TRUNCATION_DEFAULTS,
+    PlacedImage,
+    SampledSequence,
+    SampleResponse,
+)
 from rl.vllm.sample_reply import ReplyRules, read_prompt_logprobs, read_sample
 from rl.vllm.server_pool import RejectedRequestError, ServerPool
 from rl.vllm.vllm_decoder import VllmDecoder
@@ -297,7 +304,7 @@ def _check_supported(request: SamplingRequest) -> None:
     if params.untruncated_logprobs and params.changes_distribution:
         raise ValueError(
             "untruncated_logprobs: vLLM returns the logprobs of the distribution that it sampled "
-            "from; leave out top_k, top_p, min_p, biases, penalties and min_tokens"
+            f"from; leave out {', '.join(DISTRIBUTION_PARAMETERS)}"
         )
 
 
@@ -318,7 +325,7 @@ def _make_params(state: _RequestState, sample: int) -> dict[str, Any]:
         "skip_special_tokens": False,
     }
     if params.temperature == _GREEDY_TEMPERATURE:  # its token is the same, its logprob is whole
-        fields.update(top_p=1.0, top_k=-1, min_p=0.0)
+        fields |= TRUNCATION_DEFAULTS
     if request.scores_prompt and sample == 0:
         fields["prompt_logprobs"] = request.topk_prompt_logprobs
     if state.stop_strings:

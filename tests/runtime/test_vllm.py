@@ -756,7 +756,7 @@ def test_runs_learn_from_servers(servers, tmp_path):
         ("--sampler-url http://a:1", "sampler is auto"),
         ("--sampler vllm --sampler-url host:8000", "expected such as http://localhost:8000"),
         ("{vllm} --sampler-tp 2", "--tensor-parallel-size"),
-        ("{vllm} --sampler-cache paged", "--sampler-cache are settings of the sampler in this"),
+        ("{vllm} --sampler-cache paged", "--sampler-cache is a setting of the sampler in this"),
         ("{vllm} --sampler-ranks 1", "leave sampler_ranks at 0"),
         ("{vllm} --max-steps-off-policy 2 --recompute-cache", "leave recompute_cache out"),
         ("{vllm} --replay {tmp}", "a replay repeats a run bit for bit"),

@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from sampler_models import multistep_engine, paged_engine, tiny_model
 from test_block_tables import check_blocks
+from test_sampler_mixed import make_family
 
-from rl.sampler import Engine, IdleKVCachePool, SamplingRequest, make_decoder
+from rl.sampler import (
+    Engine,
+    IdleKVCachePool,
+    MultiAdapterDecoder,
+    SamplingRequest,
+    make_decoder,
+)
 from rl.sampler.decode_state import Prompt
 from rl.sampler.running_rows import as_uint64, philox_uniforms
 from rl.types import SampledSequence, SamplingParams
@@ -34,9 +41,9 @@ class Letters:
         return "".join(chr(ord("a") + int(token) % 26) for token in tokens)
 
 
-def two_models() -> tuple[Any, Any]:
+def two_models(family: str = "qwen3") -> tuple[Any, Any]:
     """Return a model and a copy with other weights."""
-    models = tiny_model("qwen3"), tiny_model("qwen3")
+    models = tiny_model(family), tiny_model(family)
     with torch.no_grad():
         for parameter in models[1].parameters():
             parameter.mul_(1.15)
@@ -52,6 +59,23 @@ def two_weights(models: tuple[Any, Any] | None = None, team: Any = None) -> tupl
     return first, other
 
 
+@cache
+def decoders_of(kind: str) -> tuple[Any, Any]:
+    """Return the decoders of a kind of engine: `two_weights`, or two of the same adapters."""
+    if kind.endswith("adapters"):
+        base, adapters = make_family("qwen3", 2)
+        decoder = MultiAdapterDecoder(base)
+        for number, adapter in enumerate([base, *adapters]):
+            decoder.add_adapter(number, adapter, 0)
+        return decoder, decoder
+    return two_weights(two_models("qwen3_moe" if kind.endswith("experts") else "qwen3"))
+
+
+def pick_model(decoder: Any, request: SamplingRequest) -> Any:
+    """Return the decoder that samples a request alone."""
+    return decoder.decoders[request.adapter_id] if decoder.multi_adapter else decoder
+
+
 class ReferenceSampler:
     """Computes the result of a request by itself, with these weights."""
 
@@ -62,7 +86,8 @@ class ReferenceSampler:
 
     def __call__(self, request: SamplingRequest) -> list[SampledSequence]:
         if id(request) not in self.known:
-            engine = Engine(self.decoder, EOS, Letters())
+            decoder = pick_model(self.decoder, request)
+            engine = Engine(decoder, EOS, Letters(), record_experts=decoder.num_choices > 0)
             engine.add(request)
             self.known[id(request)] = request, engine.run()[0].sequences
         return self.known[id(request)][1]
@@ -77,6 +102,7 @@ class RequestGenerator:
         # most: maximum number of positions of a request
         self.rng, self.single, self.most = rng, single, most
         self.vocab = single.decoder.vocab_size
+        self.adapters = len(getattr(single.decoder, "decoders", ()))
         self.beginning = rng.integers(0, self.vocab, most // 2).tolist()  # of many prompts
         self.prompts = [self._prompt() for _ in range(3)]
         self.talks: dict[str, list[int]] = {}  # the text so far
@@ -103,6 +129,8 @@ class RequestGenerator:
         params = self._params(int(rng.integers(1, min(26, room + 1))))
         several = 1 if more else int(rng.integers(1, 5))
         more |= dict(problem=len(self.made), seed=4, first_index=int(rng.integers(3)))
+        if self.adapters:
+            more["adapter_id"] = int(rng.integers(self.adapters))
         request = SamplingRequest(prompt=prompt, num_samples=several, params=params, **more)
         if mode > 0.85:
             request = self._begun(request, more)
@@ -181,6 +209,8 @@ def check_readers(engine: Engine) -> None:
 
 
 KINDS = ("plain", "paged", "stepped", "plain, drafts", "paged, drafts")
+KINDS += ("plain, experts", "paged, experts", "stepped, experts", "plain, adapters")
+KINDS += ("paged, adapters",)
 
 
 def engine_of(
@@ -197,6 +227,7 @@ def engine_of(
     max_rows = int(rng.integers(1, 12))
     look = int(rng.integers(1, 10))
     settings: dict[str, Any] = dict(max_rows=max_rows, version=version)
+    settings["record_experts"] = decoder.num_choices > 0
     if kind.endswith("drafts"):
         settings["num_speculative_tokens"] = look
     if kind.startswith("plain"):
@@ -208,9 +239,10 @@ def engine_of(
         )
         engine = (
             multistep_engine(decoder, EOS, Letters(), steps_per_sync=look, **settings)
-            if kind == "stepped"
+            if kind.startswith("stepped")
             else paged_engine(decoder, EOS, Letters(), **settings)
         )
+        engine.runs_ahead = kind.startswith("stepped")
         # half of them admit while pages are free, and preempt
         engine.expects_lengths = look % 2 == 0
     if engine.speculation is not None:  # draft also where it does not pay
@@ -244,7 +276,7 @@ class EngineWorkload:
         self.first_seen: dict[int, int] = {}  # the weight version at the first submission
         self.dropped: set[int] = set()
         self.happened: dict[str, int] = dict.fromkeys(
-            "waited looks dropped changed moved cached begun drafted accepted".split(), 0
+            "waited looks ahead dropped changed moved cached begun drafted accepted".split(), 0
         )
 
     def all(self) -> None:
@@ -292,15 +324,22 @@ class EngineWorkload:
         self.happened["begun"] += request.resume_from is not None
 
     def _step(self) -> None:
-        if self.engine.steps_per_sync:
-            self.engine.max_steps = (
-                None if self.rng.random() < 0.8 else int(self.rng.integers(1, 4))
-            )
-        for done in self.engine.step():
-            place = self.place.pop(done.request_id)
-            assert place not in self.finished
-            self.finished[place] = done.result().sequences
-        if self.engine.is_paged:
+        """Take a step; half of the engines on a device take several with nothing between them."""
+        steps, engine = 1, self.engine
+        if engine.steps_per_sync and self.rng.random() < 0.5:
+            steps = engine.max_steps = int(self.rng.integers(1, 30))
+        while steps > 0 and engine.busy:
+            before = engine.counters.steps
+            for done in engine.step():
+                place = self.place.pop(done.request_id)
+                assert place not in self.finished
+                self.finished[place] = done.result().sequences
+            steps -= max(engine.counters.steps - before, 1)
+            if engine.max_steps is not None:
+                self.happened["ahead"] += engine._in_flight is not None
+                engine.max_steps = max(steps, 0) or None
+        assert engine._in_flight is None or not len(engine._in_flight.columns)
+        if self.engine.is_paged and engine._in_flight is None:
             check_blocks(self.engine._state.block_manager)
             check_readers(self.engine)
 
@@ -355,7 +394,7 @@ def on_a_border(decoder: Any, request: SamplingRequest, index: int, drawn: list[
         return False
     with torch.inference_mode():
         prompt, reader = [*request.prompt, *drawn], lambda start, some: logits.append(some)
-        decoder.read_prompts([Prompt(prompt, reader)])
+        pick_model(decoder, request).read_prompts([Prompt(prompt, reader)])
     ends = (torch.cat(logits)[-1].double() / params.temperature).softmax(-1).cumsum(-1)
     seed, problem, member, place = (
         as_uint64(n)
@@ -370,8 +409,8 @@ def same(
     upto: int | None = None,
     border: Callable[[list[int]], bool] | None = None,
 ) -> None:
-    """Check the first `upto` tokens (None: all tokens, and the stop reason). `border`: returns
-    whether the next token, and all after it, may differ.
+    """Check the first `upto` tokens (None: all tokens, their experts, and the stop reason).
+    `border`: returns whether the next token, and all after it, may differ.
     """
     count = len(single.tokens) if upto is None else upto
     other = next(
@@ -390,6 +429,9 @@ def same(
     np.testing.assert_allclose(mine.logprobs[:count], single.logprobs[:count], atol=2e-4)
     if upto is None:
         assert len(mine.tokens) == count and mine.stop_reason == single.stop_reason
+        if single.experts is not None:  # two for each token and layer, in any order
+            experts = (np.sort(s.experts.reshape(-1, 2)) for s in (mine, single))
+            np.testing.assert_array_equal(*experts)
 
 
 def play(

@@ -5,8 +5,10 @@ forward, and the refusal in training.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -201,6 +203,17 @@ def test_training_on_samples_that_ignore_eos_is_not_refused(client):
     """`ignore_eos` changes no probability."""
     train_on_sample(client, SamplingParams(max_tokens=3, ignore_eos=True))
     client.optim_step(ADAM).result()
+
+
+def test_a_parameter_is_named_in_three_files():
+    """Its field, its use, and its name for HTTP: the rest follows from the field."""
+    package = Path(__file__).parents[2] / "rl"
+    files = [p for p in package.glob("**/*.py") if re.search(r"\bmin_p\b", p.read_text())]
+    assert sorted(str(path.relative_to(package)) for path in files) == [
+        "sampler/token_sampling.py",
+        "serve/openai_schemas.py",
+        "types/sampling_params.py",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,15 @@ import gc
 import numpy as np
 import pytest
 import torch
-from sampler_models import make_request, multistep_engine, paged_engine, row_settings, run_requests
+from sampler_models import (
+    add_lora,
+    make_request,
+    multistep_engine,
+    paged_engine,
+    row_settings,
+    run_requests,
+)
+from test_sampler_stepped import LORA, SCENARIOS, play_scenario, truncation
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels import decode_ops, sample_tokens
@@ -124,12 +132,13 @@ def test_attention_over_pages_at_every_number_of_splits(rows, context):
         torch.testing.assert_close(module._run_backend("triton", *inputs), exact, atol=2e-2, rtol=0)
 
 
-def small_decoder(kind="qwen3", layers=3):
+def small_decoder(kind="qwen3", layers=3, lora=()):
     sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=layers)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     torch.manual_seed(0)
     sizes |= dict(vocab_size=1000, tie_word_embeddings=kind == "qwen3")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads))
+    model = add_lora(model, lora) if lora else model
     return make_decoder(model.bfloat16().cuda(), kind="fast")
 
 
@@ -167,25 +176,51 @@ def test_this_device_samples_over_pages_with_graphs():
     assert compare_engines(small_decoder()) is None
 
 
+def run_eagerly(self, rows, width, shared, count, truncated=0):
+    """Replace `CUDAGraphRunner.run`: the same steps, without a graph."""
+    self.buffers.at.zero_()
+    state, shared = (self.model, self.kv, self.ropes, self.buffers), shared and rows > 1
+    for _ in range(count):
+        decode_step(*state, rows, self.max_blocks, shared, truncated)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_graphs_draw_what_the_same_steps_draw_in_each_scenario(scenario, monkeypatch):
+    """Results are equal to the bit. Equivalent test on a CPU: test_sampler_stepped.py."""
+    decoder = small_decoder(lora=LORA if scenario == "LoRA" else ())
+    new, results = decoder.fork(), []
+    if scenario == "new weights":
+        name = "model.layers.1.mlp.down_proj.weight"
+        new.load_([(name, decoder.weights.view(name) * 1.05)])
+    requests = [
+        make_request(
+            list(range(1, 250 + 20 * i)), 4, max_tokens=60, problem=i, **truncation(scenario, i)
+        )
+        for i in range(6)
+    ]
+    limits = {"kv_cache_tokens": 256 * 60, "max_rows": 24}
+    if scenario == "tight pool":
+        limits = {"kv_cache_tokens": 256 * 14, "max_rows": 12}
+    for eager in (False, True):
+        if eager:
+            monkeypatch.setattr(CUDAGraphRunner, "run", run_eagerly)
+            monkeypatch.setattr(CUDAGraphRunner, "prepare", lambda *inputs: None)
+        engine = multistep_engine(decoder, (5, 6, 7), **limits)
+        engine.expects_lengths = False
+        results.append(play_scenario(scenario, engine, requests, new, 3))
+    assert results[0] == results[1]
+
+
 def test_graphs_draw_what_the_same_step_draws_without_one(monkeypatch):
     """Results are equal to the bit, including rows that move through the buckets and weights that
     were loaded in place.
     """
-
-    def eager(self, rows, width, shared, count):
-        self.buffers.at.zero_()
-        shared = shared and rows > 1
-        for _ in range(count):
-            decode_step(
-                self.model, self.kv, self.ropes, self.buffers, rows, self.max_blocks, shared
-            )
-
     decoder, results = small_decoder(), []
     engines = [
         multistep_engine(decoder, (5, 6, 7), kv_cache_tokens=256 * 60, max_rows=24)
         for _ in range(2)
     ]
-    ways = (CUDAGraphRunner.run, CUDAGraphRunner.prepare), (eager, lambda *inputs: None)
+    ways = (CUDAGraphRunner.run, CUDAGraphRunner.prepare), (run_eagerly, lambda *inputs: None)
     for change in (1.0, 1.05):
         name = "model.layers.1.mlp.down_proj.weight"
         decoder.load_([(name, decoder.weights.view(name) * change)])
@@ -262,7 +297,7 @@ def test_a_second_call_with_new_weights_captures_nothing(monkeypatch):
     monkeypatch.setattr(
         CUDAGraphRunner,
         "_capture",
-        lambda self, rows, shared: captured.append((rows, shared)) or capture(self, rows, shared),
+        lambda self, *key: captured.append(key) or capture(self, *key),
     )
 
     def drawn(kept):

@@ -27,6 +27,7 @@ from rl.sampler import Engine, SamplingRequest, cuda_graphs, make_decoder, paged
 from rl.sampler.cuda_graphs import CUDAGraphRunner, _record_tokens
 from rl.sampler.decode_state import Prompt
 from rl.sampler.decoder import batch_prompts
+from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.forward_fast import _PREFILL_TOKENS
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
@@ -133,8 +134,8 @@ def graph_captures() -> tuple[int, str]:
             captured: list[int] = []
             run = CUDAGraphRunner.run
 
-            def look(runner: Any, rows: int, width: int, shared: bool, count: int) -> None:
-                run(runner, rows, width, shared, count)
+            def look(runner: Any, rows: int, *more: Any) -> None:
+                run(runner, rows, *more)
                 captured.append(len(modes))
                 # a graph that is replayed does nothing here: ends some rows instead
                 runner.buffers.tokens[:, : rows // 4] = 0
@@ -153,7 +154,7 @@ def scripted_device() -> Iterator[None]:
     """Replace the model's computation: every token is equally likely, whatever the prompt is."""
     blank_decoder()  # is compared with its model when it is made
 
-    def step(model: Any, kv: Any, rope: Any, buffers: Any, rows: int, width: int, shared: bool):
+    def step(model: Any, kv: Any, rope: Any, buffers: Any, rows: int, *more: Any):
         b = buffers.first_rows(rows)
         uniform = b.uniform.index_select(0, b.at).squeeze(0)
         _record_tokens(b, (uniform * VOCAB).long(), torch.full((rows,), -1.0), None)
@@ -195,11 +196,13 @@ def make_request(problem: int, length: int, samples: int, most: int = MOST) -> S
 
 def run_schedule(groups: int, **settings: Any) -> dict[str, int]:
     """Run groups of 16 samples to the end. Return the preemptions, the tokens computed again, all
-    tokens fed, the steps, those outside chunks that fed running rows, and the largest batch.
+    tokens fed, the steps, those outside chunks that fed running rows, the largest batch, the
+    chunks, and those that were launched before the chunk before them was read.
     """
     lengths = np.random.default_rng(0).integers(60, 501, groups).tolist()
-    counts = dict(recomputed=0, outside=0)
+    counts = dict(recomputed=0, outside=0, ahead=0)
     resume, decode = PagedState.resume_row, PagedState.decode
+    launch_next = DeviceSteps.launch_next
 
     def resumes(state: Any, slot: int, fed: Any, *more: Any) -> None:
         counts["recomputed"] += len(fed)
@@ -209,18 +212,27 @@ def run_schedule(groups: int, **settings: Any) -> dict[str, int]:
         counts["outside"] += 1
         return decode(state, tokens)
 
+    def launches(device: DeviceSteps, *args: Any) -> Any:
+        chunk = launch_next(device, *args)
+        counts["ahead"] += chunk is not None
+        return chunk
+
     with pytest.MonkeyPatch.context() as patch, scripted_device():
         patch.setattr(PagedState, "resume_row", resumes)
         patch.setattr(PagedState, "decode", decodes)
+        patch.setattr(DeviceSteps, "launch_next", launches)
         engine = make_engine(**settings)
+        engine.runs_ahead = True
         for problem, length in enumerate(lengths):
             engine.add(make_request(problem, length, 16))
         engine.run()
     counters = engine.counters
     fed = counters.fed_tokens + counters.prefill_tokens + counts["recomputed"]
+    assert engine._device_steps is not None
     return counts | dict(
-        preempted=engine.preemptions, fed=fed, steps=counters.steps, rows=counters.peak_rows
-    )
+        preempted=engine.preemptions, fed=fed, steps=counters.steps, rows=counters.peak_rows,
+        chunks=engine._device_steps.num_syncs,
+    )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------- tests
@@ -243,12 +255,14 @@ def test_the_selection_has_a_program_per_row_and_three_iterations(rows):
 
 def test_the_default_budget_preempts_no_row():
     schedule = run_schedule(64)
-    assert (schedule["preempted"], schedule["recomputed"], schedule["steps"]) == (0, 0, 2055)
+    assert (schedule["preempted"], schedule["recomputed"], schedule["steps"]) == (0, 0, 2029)
+    assert (schedule["chunks"], schedule["ahead"]) == (247, 204)
 
 
 def test_requests_that_wait_cause_no_step_outside_graphs():
     schedule = run_schedule(128, kv_cache_tokens=1024 * 2048)
-    assert (schedule["outside"], schedule["steps"]) == (0, 1604)
+    assert (schedule["outside"], schedule["steps"]) == (0, 1589)
+    assert (schedule["chunks"], schedule["ahead"]) == (194, 149)
 
 
 def test_no_graph_is_captured_after_the_first_chunk():

@@ -41,9 +41,9 @@ LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 class FakeCUDAGraph:
     """A fake graph: a step over the tensors that existed when it was captured."""
 
-    def __init__(self, steps: CUDAGraphRunner, rows: int, shared: bool):
+    def __init__(self, steps: CUDAGraphRunner, rows: int, shared: bool, truncated: int):
         buffers = (steps.model, steps.kv, steps.ropes, steps.buffers)
-        self.inputs = (*buffers, rows, steps.max_blocks, shared)
+        self.inputs = (*buffers, rows, steps.max_blocks, shared, truncated)
 
     def replay(self) -> None:
         decode_step(*self.inputs)
@@ -54,11 +54,11 @@ def captured(monkeypatch):
     """Return (decoder, rows, shared) of every capture, in order."""
     results = []
 
-    def capture(steps, rows, shared):
+    def capture(steps, rows, shared, truncated):
         results.append((id(steps.model), rows, shared))
         steps.buffers.remaining.zero_()  # a capture runs steps as well
         steps.buffers.at.fill_(3)
-        return FakeCUDAGraph(steps, rows, shared)
+        return FakeCUDAGraph(steps, rows, shared, truncated)
 
     monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", True)
     monkeypatch.setattr(CUDAGraphRunner, "_capture", capture)

@@ -143,9 +143,9 @@ def fake_decoder(real: FastDecoder) -> FastDecoder:
     return FastDecoder(real.architecture, weights)
 
 
-def two_steps(wire, model, rows, shared, choices=0) -> tuple[list, int, DecodeInputs]:
+def two_steps(wire, model, rows, shared, choices=0, truncated=0) -> tuple[list, int, DecodeInputs]:
     """Return the operations of a step, which must equal those of the next step, the number of
-    layers and the buffers. `choices`: recorded experts of a token.
+    layers and the buffers. `choices`: recorded experts of a token. `truncated`: rows.
     """
     real = make_decoder(model, dtype=torch.bfloat16, kind="fast")
     with FakeTensorMode():
@@ -163,7 +163,7 @@ def two_steps(wire, model, rows, shared, choices=0) -> tuple[list, int, DecodeIn
             wire.done.clear()
             wire.born.clear()
             with wire:
-                decode_step(decoder, kv, rope, buffers, rows, 8, shared)
+                decode_step(decoder, kv, rope, buffers, rows, 8, shared, truncated)
             results.append(list(wire.done))
             gc.collect()
             wire.stayed += [item for item in wire.born if item() is not None]
@@ -217,6 +217,17 @@ def test_a_step_of_experts_waits_for_nothing_either(recorder, monkeypatch, kind,
     counts = Counter(name for name, *_ in done)
     assert counts["aten._grouped_mm.default"] == (2 * layers if grouped else 0)
     assert buffers.experts.shape == (8, 1024, 2 * layers)
+
+
+def test_a_step_of_truncated_rows_waits_for_nothing_either(recorder):
+    """Their logits are sorted in parts of 64 rows, and each part makes the ranks."""
+    model = tiny_model("qwen3", vocab_size=5000)
+    two_steps(recorder, model, 256, True, truncated=200)
+    assert {name for name, _ in recorder.made} == {"aten.arange.default"}
+    sorts = [shapes[0] for name, *shapes in recorder.done if name.startswith("aten.sort")]
+    assert sorts == [(64, 5000)] * 3 + [(8, 5000)]
+    recorder.made.clear()
+    check_step(recorder)
 
 
 def test_the_count_sees_what_a_graph_cannot_have(recorder):

@@ -4,8 +4,6 @@ without the host.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 import torch
@@ -16,6 +14,7 @@ from sampler_models import (  # noqa: F401
     make_request,
     multistep_engine,
     one_thread,
+    paged_engine,
     random_prompts,
     run_requests,
     tiny_model,
@@ -35,7 +34,7 @@ LORA = [
 
 def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
     """Return groups on prompts of any length, with greedy rows, temperatures, several kinds of
-    stops, and sometimes top-k.
+    stops, and sometimes top-k, top-p or min-p.
     """
     prompts = [rng.integers(0, vocab, int(rng.integers(1, 20))).tolist() for _ in range(3)]
     requests = []
@@ -43,7 +42,10 @@ def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]
         stop = [None, [5], [], [7, 9, 11]][int(rng.integers(4))]
         options = dict(
             temperature=float(rng.choice([0.0, 0.7, 1.0])),
-            top_k=3 if rng.random() < 0.1 else -1,
+            top_k=3 if rng.random() < 0.2 else -1,
+            top_p=0.8 if rng.random() < 0.2 else 1.0,
+            min_p=0.1 if rng.random() < 0.2 else 0.0,
+            untruncated_logprobs=bool(rng.random() < 0.3),
             stop=stop,
         )
         params = SamplingParams(max_tokens=int(rng.integers(1, 25)), **options)
@@ -223,13 +225,12 @@ def test_ends_are_found_where_the_steps_are_made(decoder, monkeypatch):
 def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_preempted(
     decoder, monkeypatch
 ):
-    """No step uses `PagedState.decode`: new prompts get their first token and join."""
+    """No step uses `PagedState.decode`: new prompts get their first token and join, also if rows
+    truncate their distribution.
+    """
     waiting = preempted = 0
     for seed in range(6):
         engine, requests = make_tight_engine(np.random.default_rng(seed), decoder)
-        requests = [
-            dataclasses.replace(r, params=dataclasses.replace(r.params, top_k=-1)) for r in requests
-        ]
         expected = run_requests(Engine(decoder, (3,)), requests)
         with monkeypatch.context() as patch:
             patch.setattr(PagedState, "decode", None)
@@ -240,15 +241,15 @@ def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_pree
 
 
 def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monkeypatch):
-    """With `run`, once no request waits: the samples equal those of the plain engine, and pages are
-    freed.
+    """With `run`, while no request can be admitted: the samples equal those of the plain engine,
+    and pages are freed.
     """
     launched = ahead = 0
     launch = DeviceSteps.launch_next
 
-    def launch_next(self, chunk):
+    def launch_next(self, *args):
         nonlocal launched, ahead
-        result = launch(self, chunk)
+        result = launch(self, *args)
         launched, ahead = launched + 1, ahead + (result is not None)
         return result
 
@@ -265,6 +266,59 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
         assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
         assert engine._in_flight is None
     assert ahead > 20 and launched > ahead
+
+
+SCENARIOS = ("full weights", "LoRA", "tight pool", "new weights", "truncated rows")
+
+
+def truncation(scenario, i):
+    """Return the parameters of request i that truncate its distribution; none for every third."""
+    options = [{"top_k": 5, "top_p": 0.9}, {"min_p": 0.1, "untruncated_logprobs": True}, {}]
+    return options[i % 3] if scenario == "truncated rows" else {}
+
+
+def play_scenario(scenario, engine, requests, decoder, steps):
+    """Return tokens, logprobs and versions of each sample. "new weights": those of `decoder` after
+    `steps` steps; "tight pool": requests wait, and rows are preempted.
+    """
+    for request in requests:
+        engine.add(request)
+    finished, count, waited = {}, 0, False
+    while engine.busy:
+        if scenario == "new weights" and count == steps:
+            engine.change_weights(decoder, 1)
+        finished |= {done.request_id: done.result() for done in engine.step()}
+        count, waited = count + 1, waited or bool(engine._waiting)
+    assert bool(engine.preemptions) == waited == (scenario == "tight pool")
+    samples = [s for _, response in sorted(finished.items()) for s in response.sequences]
+    assert any(s.versions for s in samples) == (scenario == "new weights")
+    return [(s.tokens, s.logprobs, s.versions) for s in samples]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_steps_of_the_device_draw_what_those_of_the_host_do(scenario):
+    """Equivalent test on a GPU: test_sampler_gpu.py."""
+    models = [tiny_model("qwen3") for _ in range(2)]
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.mul_(1.1)
+    if scenario == "LoRA":
+        models[0] = add_lora(models[0], LORA)
+    decoder, new = (make_decoder(model, kind="fast") for model in models)
+    requests = [
+        make_request(prompt, 4, max_tokens=30, problem=i, **truncation(scenario, i))
+        for i, prompt in enumerate(random_prompts([5, 9, 12]))
+    ]
+    # the same tokens before the new weights: a step admits and samples 1, each other step 8 or 1
+    limits = {"kv_cache_tokens": 128, "max_rows": 7} if scenario == "tight pool" else {}
+    kinds = ((multistep_engine, 3), (paged_engine, 17))
+    mine, plain = (
+        play_scenario(scenario, make(decoder, (3,), page=4, **limits), requests, new, steps)
+        for make, steps in kinds
+    )
+    for sample, expected in zip(mine, plain, strict=True):
+        assert (sample[0], sample[2]) == (expected[0], expected[2])
+        np.testing.assert_allclose(sample[1], expected[1], atol=1e-4)
 
 
 @pytest.fixture
