@@ -283,7 +283,6 @@ def collate(
     tokens = [np.asarray(datum.model_input.token_ids(), dtype=np.int64) for datum in selected]
     images = _collect_images(selected, layout)
     lengths = [len(token_ids) for token_ids in tokens]
-    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
     row = None
     if varlen and layout != "padded":
         row = lay_out_row(list(_split_units(tokens, chunk, datums)))
@@ -310,12 +309,12 @@ def collate(
         gradient_tokens = np.flatnonzero(gradient_tokens)
     searches = layout == "packed" and row is None and group is None
     return PackedBatch(
-        copy_to_device(input_ids, device),
+        put(input_ids),
         put(position_ids),
         put(segments),
         put(token_index),
-        copy_to_device(cu_seqlens, device),
-        {name: copy_to_device(array, device) for name, array in fields.items()},
+        put(np.cumsum([0, *lengths])),
+        {name: put(array) for name, array in fields.items()},
         indices,
         lengths,
         experts=put(_lay_out_experts(selected, input_ids.size, token_index)),
