@@ -45,6 +45,7 @@ from rl.learner.microbatches import (
     RankBatch,
     collect_outputs,
     merge_sub_batches,
+    sum_over_ranks,
     sum_terms,
 )
 from rl.learner.packing import PackedBatch
@@ -118,16 +119,6 @@ def _enable_gradient_checkpointing(loaded: LoadedModel) -> None:
         gradient_checkpointing_kwargs={"use_reentrant": False}
     )
     loaded.model.train()
-
-
-def _sum_over_ranks(loss_sum: Tensor, *, failed: bool) -> Tensor:
-    """Return the loss over all ranks and the number of ranks that failed, fp32 [2].
-
-    Every rank gets the sums: otherwise the others would wait for a rank with a bad datum.
-    """
-    status = torch.stack([loss_sum, torch.full_like(loss_sum, failed)]).float()
-    collectives.all_sum_([status])
-    return status
 
 
 class Learner:
@@ -416,7 +407,7 @@ class Learner:
             # The other ranks wait for this rank's sum, or inside a micro-batch that communicates.
             if not get_launch_sharding().divides and self.context_parallel is None:
                 # On a GPU the copy waits for the others, which may take long for their share.
-                _sum_over_ranks(sums["loss:sum"], failed=True).tolist()
+                sum_over_ranks(sums["loss:sum"], failed=True).tolist()
             raise
         totals = self._read_totals(sums, loss)
         if not parts:
@@ -466,7 +457,7 @@ class Learner:
         sum of the losses over all ranks is not finite; the gradients since the last step are
         dropped then.
         """
-        loss_and_failures = _sum_over_ranks(sums["loss:sum"], failed=False)
+        loss_and_failures = sum_over_ranks(sums["loss:sum"], failed=False)
         *values, loss_total, failures = torch.cat(
             [torch.stack([*sums.values()]), loss_and_failures.double()]
         ).tolist()
@@ -619,7 +610,7 @@ class Learner:
         if not applied:
             return {"grad_norm": norm, "skipped_nonfinite": 1.0}
         self.version += 1
-        return {"grad_norm": float(norm)}
+        return {"grad_norm": norm}
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:

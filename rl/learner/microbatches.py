@@ -276,6 +276,16 @@ def sum_terms(
     return sum(value for value, _ in terms), metrics
 
 
+def sum_over_ranks(loss_sum: Tensor, *, failed: bool) -> Tensor:
+    """Return the loss over all ranks and the number of ranks that failed, fp32 [2].
+
+    Every rank gets the sums: otherwise the others would wait for a rank with a bad datum.
+    """
+    status = torch.stack([loss_sum, torch.full_like(loss_sum, failed)]).float()
+    collectives.all_sum_([status])
+    return status
+
+
 def collect_outputs(
     parts: Sequence[tuple[Mapping[int, int], Mapping[str, Tensor]]],
 ) -> dict[int, dict[str, np.ndarray]]:

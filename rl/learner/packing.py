@@ -292,7 +292,7 @@ def collate(
         arrays = lay_out(tokens, chunk, datums)
     input_ids, position_ids, segments, token_index = arrays
     fields = _concatenate_fields(selected)
-    gradient_tokens = None if select_tokens is None else select_tokens(fields)
+    local_tokens = None
 
     def put(array: np.ndarray | None) -> Any:
         return None if array is None else copy_to_device(array, device)
@@ -303,10 +303,6 @@ def collate(
         input_ids, position_ids, segments, token_index = arrays
         packed = lengths if layout == "packed" else None
         shard, local_tokens = make_shard(input_ids, position_ids, token_index, packed, group, put)
-        if gradient_tokens is not None:
-            gradient_tokens = gradient_tokens[local_tokens]
-    if gradient_tokens is not None:
-        gradient_tokens = np.flatnonzero(gradient_tokens)
     searches = layout == "packed" and row is None and group is None
     return PackedBatch(
         put(input_ids),
@@ -322,7 +318,7 @@ def collate(
         shard=shard,
         bounds=None if row is None else row.make_bounds(put),
         sequences=put(_number_sequences(lengths)) if searches else None,
-        gradient_tokens=put(gradient_tokens),
+        gradient_tokens=put(_find_gradient_tokens(fields, select_tokens, local_tokens)),
     )
 
 
@@ -348,6 +344,20 @@ def _concatenate_fields(datums: Sequence[Datum]) -> dict[str, np.ndarray]:
         name: np.concatenate([datum.loss_fn_inputs[name].array for datum in datums])
         for name in datums[0].loss_fn_inputs
     }
+
+
+def _find_gradient_tokens(
+    fields: Mapping[str, np.ndarray],
+    select_tokens: TokenSelector | None,
+    local_tokens: np.ndarray | None,
+) -> np.ndarray | None:
+    """Return the tokens that may have a gradient, int64 [N], of the tokens `local_tokens` (None:
+    all); None if unknown.
+    """
+    active = None if select_tokens is None else select_tokens(fields)
+    if active is None:
+        return None
+    return np.flatnonzero(active if local_tokens is None else active[local_tokens])
 
 
 def _number_sequences(lengths: Sequence[int]) -> np.ndarray | None:
