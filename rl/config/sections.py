@@ -244,7 +244,10 @@ class SamplingSettings:
         )
         for name, feature in features.items():
             if (reason := find_conflict((features["sampler"], feature))) is not None:
-                raise UnusedSettingError(name, reason)
+                message = f"{reason} (got {name} {getattr(self, name)})"
+                if self.sampler == "vllm":
+                    raise UnusedSettingError(name, message)
+                raise ValueError(message)
         require(
             self,
             ("sampler_url", "sampler_folder", "sampler_timeout"),

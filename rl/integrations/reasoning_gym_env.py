@@ -20,7 +20,7 @@ from rl.types import Message
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # Number of items of a task for a row that names none. Some tasks make all items at the start, or
 # refuse larger numbers.
-_DEFAULT_SIZE = 1000
+_DEFAULT_ITEMS = 1000
 
 
 @dataclass
@@ -78,7 +78,7 @@ class ReasoningGym(Environment):
         rows: list[dict[str, Any]] = []
         for i in range(count):
             turn, task = divmod(i, len(self.tasks))
-            row = {"task": self.tasks[task], "split": split, "index": i, "size": count}
+            row = {"task": self.tasks[task], "split": split, "index": i, "num_items": count}
             rows.append({**row, "level": turn % self.levels} if self.levels else row)
         return rows
 
@@ -87,9 +87,10 @@ class ReasoningGym(Environment):
         row = self.row
         name, level = row.get("task", self.tasks[0]), row.get("level", self.level)
         seed = derive_seed("reasoning_gym", row.get("split", "train")) % 2**30
-        size = row.get("size", _DEFAULT_SIZE)
+        index = row.get("index")
+        size = row.get("num_items", max(_DEFAULT_ITEMS, (index or 0) + 1))
         self.data = _make_dataset(name, level, self.only_level, self.config, seed, size)
-        self.entry = self.data[row.get("index", self.seed % size)]
+        self.entry = self.data[self.seed % size if index is None else index]
         return (
             f"{self.entry['question']}\n{self.suffix}"
             if self.suffix

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.grpo_vs_trl import TRL_SETTINGS
 from bench.harness import describe_machine, replace_rows
@@ -249,7 +250,8 @@ def test_losses_and_gradients_equal_those_of_trl(loss: str, model: Path, tmp_pat
     trl_settings, own_settings = LOSSES[loss]
     theirs, drawn = run_trl(trl_settings, model, tmp_path / "trl")
     ours = run_whetstone(own_settings, model, tmp_path / "whetstone", drawn)
-    about = {"trl": trl.__version__, "machine": describe_machine()}
+    about = {"trl": trl.__version__, "torch": torch.__version__, "machine": describe_machine()}
+    about["command"] = 'make campaign ARGS="--only grpo_losses_vs_trl"'
     rows = [{**row, **about} for row in compare(loss, ours, theirs)]
     if folder := os.environ.get("WHETSTONE_TABLES"):
         table, order = Path(folder) / "grpo_losses_vs_trl_cpu.csv", list(LOSSES).index

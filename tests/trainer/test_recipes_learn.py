@@ -265,7 +265,7 @@ def judge(name: str, seed: int, check: Check, run: Run) -> dict[str, Any]:
         "passed": reached and (check.since is None or not early),
         "seconds": round(run.seconds, 1),
         "machine": describe_machine(),
-        "command": f"python -m pytest -m campaign {TEST}[{seed}-{name}]",
+        "command": f"OMP_NUM_THREADS=1 python -m pytest -m campaign {TEST}[{seed}-{name}]",
     }
 
 
