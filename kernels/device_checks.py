@@ -66,8 +66,10 @@ def check_kernels_agree(
     run_kernel: Callable[[bool, torch.device, torch.dtype], tuple[torch.Tensor, ...]],
     index: int,
     dtype: torch.dtype,
+    names: tuple[str, str] = ("a newer kernel", "the older kernel"),
 ) -> bool:
-    """Return whether a newer kernel gives the same numbers as an older kernel on this GPU.
+    """Return whether a newer kernel gives the same numbers as an older kernel on this GPU. `names`:
+    of both, for the warning if it does not.
 
     `run_kernel(newer, device, dtype)` runs either kernel and returns its outputs; the last output
     has dtype `dtype`. Only the numbers are compared, not the time: the branch that a machine
@@ -89,7 +91,7 @@ def check_kernels_agree(
         ) as error:  # an older Triton lacks features that the newer kernel uses
             first_line = (str(error).splitlines() or [""])[0]
             warnings.warn(
-                "a newer kernel does not run on this GPU, using the older kernel "
+                f"{names[0]} does not run on this GPU, using {names[1]} "
                 f"({type(error).__name__}: {first_line:.200})",
                 stacklevel=2,
             )
@@ -97,8 +99,7 @@ def check_kernels_agree(
     agree = outputs_agree(*outputs)
     if not agree:
         warnings.warn(
-            "a newer kernel gives other numbers than the older kernel on this GPU, using the older "
-            "kernel",
+            f"{names[0]} gives other numbers than {names[1]} on this GPU, using {names[1]}",
             stacklevel=2,
         )
     return agree

@@ -29,7 +29,8 @@ def check_tensor_parallel(sampler_tp: int, sampler_ranks: int = 0) -> None:
     if sampler_tp == 1:
         return
     if sampler_ranks:
-        check_features(("tensor parallelism", "sampler ranks"))
+        received = f"sampler_tp {sampler_tp} and sampler_ranks {sampler_ranks}"
+        check_features(("tensor parallelism", "sampler ranks"), received)
     started = max(collectives.world(), int(os.environ.get("WORLD_SIZE", "1")))
     if started == 1:
         raise UserError(

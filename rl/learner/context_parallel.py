@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -162,20 +161,15 @@ class ContextParallel:
         """Return a context that runs attention on all positions of this rank's heads, in forwards
         and backwards. The lengths of masks become those of all positions.
         """
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        name = model.config._attn_implementation
-        attend, make_mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS[name]
         return replace_attention(
             model,
-            lambda *args, **kwargs: self._attend(attend, shard, *args, **kwargs),
-            lambda *args, **kwargs: _make_full_mask(make_mask, shard, **kwargs),
+            lambda before, *args, **kwargs: self._attend(before, shard, *args, **kwargs),
+            lambda before, **kwargs: _make_full_mask(before, shard, **kwargs),
         )
 
     def _attend(
         self,
-        attend: Callable[..., Any] | None,
+        attend: Callable[..., Any],
         shard: SequenceShard,
         module: Any,
         query: Tensor,
@@ -185,10 +179,8 @@ class ContextParallel:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Return attention's output [B, C, H, D] of this rank's columns; the inputs are
-        [B, H, C, D]. `attend`: None for a model's function of eager attention.
+        [B, H, C, D]. `attend`: the model's function of attention.
         """
-        if attend is None:
-            attend = sys.modules[type(module).__module__].eager_attention_forward
         key_heads, per_key = key.shape[1], query.shape[1] // key.shape[1]
         spread = _spread_heads(query, key, value, self.group.size)
         padded_heads = spread[0].shape[1]

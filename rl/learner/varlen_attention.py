@@ -11,9 +11,9 @@ Shapes: T positions of a row, N sequences, K keys of all sequences, H heads, D h
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -190,16 +190,34 @@ def gather_keys(x: Tensor, bounds: SequenceBounds) -> Tensor:
 def replace_attention(
     model: Any, attend: Callable[..., Any], make_mask: Callable[..., Any]
 ) -> Iterator[None]:
-    """Replace the functions of attention and of masks that transformers looks up by name.
+    """Replace the functions of attention and of masks that transformers looks up by name, for the
+    layers of one model: other models, such as a reward in a thread, keep theirs.
 
-    The context has to include the backward: gradient checkpointing computes attention again.
+    `attend` and `make_mask` get the function that they replace as their first argument. The context
+    has to include the backward: gradient checkpointing computes attention again.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = unwrap_model(model).config._attn_implementation
     tables: Any = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
-    for table, function in zip(tables, (attend, make_mask), strict=True):
+    attention, mask = ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS[name]
+    modules = {id(module) for module in model.modules()}
+    configs = {id(getattr(module, "config", None)) for module in model.modules()}
+
+    def attend_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+        # eager attention is a function of each model's file
+        before = attention or sys.modules[type(module).__module__].eager_attention_forward
+        if id(module) in modules:
+            return attend(before, module, *args, **kwargs)
+        return before(module, *args, **kwargs)
+
+    def make_model_mask(*args: Any, **kwargs: Any) -> Any:
+        if id(kwargs.get("config")) in configs:
+            return make_mask(mask, *args, **kwargs)
+        return mask(*args, **kwargs)
+
+    for table, function in zip(tables, (attend_module, make_model_mask), strict=True):
         table[name] = function
     try:
         yield
@@ -252,8 +270,11 @@ class VarlenAttention:
         """Return a context of a forward and its backward. `bounds`: None changes nothing."""
         if bounds is None:
             return contextlib.nullcontext()
-        attend = functools.partial(self._attend, bounds)
-        return replace_attention(model, attend, lambda **kwargs: None)
+        return replace_attention(
+            model,
+            lambda before, *args, **kwargs: self._attend(bounds, *args, **kwargs),
+            lambda before, *args, **kwargs: None,
+        )
 
     def _attend(
         self,
@@ -297,7 +318,9 @@ class VarlenAttention:
             return True
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         shapes = sorted(self.shapes, key=str)
-        agrees = all(check_kernels_agree(shape, index, self.dtype) for shape in shapes)
+        names = ("torch's varlen attention", "attention with masks")
+        shapes = sorted(self.shapes, key=str)
+        agrees = all(check_kernels_agree(shape, index, self.dtype, names) for shape in shapes)
         failures = torch.tensor([float(not agrees)], device=self.device)
         collectives.all_sum_([failures])
         return not float(failures)

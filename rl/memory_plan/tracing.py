@@ -291,7 +291,9 @@ def _batch_attention(
     the lengths of sequences.
     """
     if batch.ranks == 1:
-        index = torch.zeros(batch.keys, dtype=torch.int64)
+        index = None  # the keys are those of the queries
+        if batch.keys != batch.length:
+            index = torch.zeros(batch.keys, dtype=torch.int64)
         ends = torch.zeros(2, dtype=torch.int32)
         bounds = SequenceBounds([batch.length], [batch.keys], ends, ends, index)
         return VarlenAttention(attend_by_kernel).use(model, bounds if batch.keys else None)

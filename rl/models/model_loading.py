@@ -404,7 +404,13 @@ def skip_packing_search(sequences: torch.Tensor | None = None) -> Iterator[None]
     from transformers import masking_utils
 
     search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: sequences
+
+    def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+        if sequences is not None and position_ids.shape != sequences.shape:
+            return search(position_ids)  # of another model, such as a reward in a thread
+        return sequences
+
+    masking_utils.find_packed_sequence_indices = find
     try:
         yield
     finally:

@@ -130,7 +130,7 @@ class DeviceSteps:
         device knows its last tokens and which rows it ended.
 
         Returns None if the rows may change otherwise between the two chunks: a row has stop
-        strings, blocks are short, or a smaller bucket holds the rows.
+        strings, blocks are short, or smaller buckets hold the rows or the truncated rows.
         """
         runner, manager, device_rows = self.runner, self._state.block_manager, chunk.rows
         remaining = self.remaining_tokens() - chunk.count
@@ -140,6 +140,7 @@ class DeviceSteps:
             or count < 1
             or self._rows["has_strings"].any()
             or runner.bucket_for(len(self._rows)) < runner.bucket_for(device_rows)
+            or self._bucket_truncated_rows(device_rows) < chunk.truncated
         ):
             return None
         counts = np.clip(remaining, 0, count).tolist()
@@ -238,6 +239,11 @@ class DeviceSteps:
         for name, values in inputs.items():
             upload(getattr(b, name), values)
         return width
+
+    def _bucket_truncated_rows(self, device_rows: int) -> int:
+        """Return the bucket of the number of truncated rows."""
+        truncated = find_truncated_rows(self._rows, self._state.decoder.vocab_size)
+        return truncated_bucket(int(truncated.sum()), device_rows)
 
     def _upload_truncation(self, b: DecodeInputs, bucket: int) -> int:
         """Copy the settings of the truncated rows to the device; return the bucket of their

@@ -418,9 +418,14 @@ class Engine(Scheduler):
         most = self._device_steps.steps_per_sync
         if not self._runs_to_end:
             most = min(most, (self.max_steps or 0) - chunk.count)
-        goes_ahead = self.runs_ahead and not self._preempted and not self._may_admit()
-        self._in_flight = self._device_steps.launch_next(chunk, most) if goes_ahead else None
-        return self._process_steps(chunk.columns, *chunk.read())
+        self._in_flight = None
+        if self.runs_ahead and not self._preempted and not self._may_admit():
+            self._in_flight = self._device_steps.launch_next(chunk, most)
+        try:
+            return self._process_steps(chunk.columns, *chunk.read())
+        except BaseException:
+            self._in_flight = None  # it continues rows of which this chunk recorded only a part
+            raise
 
     def _process_steps(
         self,

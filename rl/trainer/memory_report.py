@@ -343,6 +343,8 @@ def _list_assumptions(needs: StageNeeds) -> list[str]:
     layout = f"{batch.rows} rows of {batch.length} positions" + (
         " with an explicit mask" if batch.masked else ""
     )
+    if batch.sequences:
+        layout = f"one row of {batch.length} positions for {batch.sequences} sequences"
     if batch.ranks > 1:
         layout += f" on each of the {batch.ranks} processes that share it"
     lines = [

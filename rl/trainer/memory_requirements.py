@@ -417,7 +417,8 @@ def _tensor_parallel_size(
         return 1
     try:
         if sampler_ranks:
-            check_features(("tensor parallelism", "sampler ranks"))
+            received = f"sampler_tp {sampler_tp} and sampler_ranks {sampler_ranks}"
+            check_features(("tensor parallelism", "sampler ranks"), received)
         if launch.world == 1:
             raise UserError(
                 f"sampler_tp {sampler_tp} splits the sampler's weights over {sampler_tp} "

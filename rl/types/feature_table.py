@@ -27,8 +27,8 @@ EXCLUDED_PAIRS: Mapping[tuple[str, str], str] = {
     ),
     ("paged cache", "generic decoder"): (
         "sampler_cache paged requires the fast decoder (docs/models.md lists its families), not "
-        "the model's original forward (sampler hf): leave sampler_cache at auto, or sample such a "
-        "model"
+        "the model's original forward (sampler hf): leave sampler_cache at auto, or sampler at "
+        "auto or fast"
     ),
     ("adapters per row", "generic decoder"): (
         "the generic decoder has the same weights for all rows: sample each model in a separate "
@@ -51,8 +51,8 @@ EXCLUDED_PAIRS: Mapping[tuple[str, str], str] = {
     ),
     ("speculative decoding", "generic decoder"): (
         "num_speculative_tokens requires the fast decoder (docs/models.md lists its families), not "
-        "the model's original forward (sampler hf): leave num_speculative_tokens at 0, or sample "
-        "such a model"
+        "the model's original forward (sampler hf): leave num_speculative_tokens at 0, or sampler "
+        "at auto or fast"
     ),
     ("tensor parallelism", "sampler ranks"): (
         "sampler_tp and sampler_ranks cannot be combined: each rank that only samples holds all "
@@ -104,10 +104,10 @@ def find_conflict(features: Collection[str]) -> str | None:
     return next((reason for pair, reason in EXCLUDED_PAIRS.items() if {*pair} <= {*features}), None)
 
 
-def check_features(features: Collection[str]) -> None:
-    """Raise UserError if features do not combine."""
+def check_features(features: Collection[str], received: str = "") -> None:
+    """Raise UserError if features do not combine. `received`: the settings that select them."""
     if (reason := find_conflict(features)) is not None:
-        raise UserError(reason)
+        raise UserError(f"{reason} (got {received})" if received else reason)
 
 
 def find_sampler_features(

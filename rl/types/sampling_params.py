@@ -146,7 +146,7 @@ _DISTRIBUTION = [
 ]
 DISTRIBUTION_PARAMETERS = tuple(name for name, _ in _DISTRIBUTION)
 # by name: the default of each parameter that truncates the distribution
-TRUNCATION_DEFAULTS = {name: usual for name, usual in _DISTRIBUTION if name in _TRUNCATES}
+TRUNCATION_DEFAULTS = {name: dict(_DISTRIBUTION)[name] for name in _TRUNCATES}
 
 
 def _check_stop(stop: Any) -> None:

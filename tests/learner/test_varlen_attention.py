@@ -25,6 +25,7 @@ from rl.learner.varlen_attention import (
     lay_out_row,
 )
 from rl.losses import get_loss
+from rl.models import skip_packing_search
 from rl.types import Datum, ModelInput
 
 
@@ -179,6 +180,20 @@ def test_attention_that_cannot_be_replaced_keeps_its_mask(monkeypatch):
     monkeypatch.setattr(VarlenAttention, "use", unchanged)
     learner = make_worker(varlen=True).learners[0]
     assert learner.varlen is None and learner.layouts == {"padded", "shared"}
+
+
+def test_other_models_keep_their_attention():
+    """A reward may run a model in a thread while the learner computes a micro-batch."""
+    model, other = model_of(), model_of("qwen3")
+    batch = collate(grouped_datums(), [[0, 1, 2]], "shared", varlen=True)
+    padding = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    inputs = {"input_ids": torch.arange(10).view(2, 5), "attention_mask": padding}
+    with torch.no_grad():
+        expected = other(**inputs).logits
+        with VarlenAttention().use(model, batch.bounds):
+            with skip_packing_search(torch.zeros(1, batch.input_ids.shape[1], dtype=torch.int64)):
+                logits = other(**inputs).logits
+    assert torch.equal(logits, expected)
 
 
 def test_keys_are_bounded_by_the_token_budget():

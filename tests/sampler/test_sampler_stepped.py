@@ -167,14 +167,18 @@ def test_rows_that_ended_write_to_no_page_of_another(decoder):
     check_same(*results)
 
 
-def test_what_is_not_a_number_is_an_error_within_a_look():
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_not_a_number_is_an_error_within_a_look(ahead):
     decoder = make_decoder(tiny_model("qwen3"), kind="fast")
     engine = multistep_engine(decoder, page=4)
     engine.add(make_request([3, 4], max_tokens=20))
     engine.step()
     decoder.load_([("model.norm.weight", torch.full((32,), torch.nan))])
+    engine.runs_ahead, engine.max_steps = ahead, 16
     with pytest.raises(FloatingPointError, match="diverged"):
-        engine.run()
+        while engine.busy:
+            engine.step()
+    assert engine._in_flight is None  # a chunk that was launched ahead
 
 
 def test_buckets_hold_every_number_of_rows():
