@@ -51,7 +51,7 @@ from rl.learner.microbatches import (
 from rl.learner.packing import PackedBatch
 from rl.learner.router_aux_loss import RouterAuxLoss
 from rl.learner.sampling_record import SamplingRecord
-from rl.learner.varlen_attention import make_varlen_attention
+from rl.learner.varlen_attention import VarlenAttention, make_varlen_attention
 from rl.losses import LossSpec
 from rl.models import (
     LoadedModel,
@@ -165,6 +165,7 @@ class Learner:
         self.vocabulary = loaded.vocab_size
         self.length_switch = find_rope_switch(self.model)
         self.context_parallel: ContextParallel | None = None
+        self.varlen: VarlenAttention | None = None
         if group is not None:
             check_divisible(self.model, self.layers, group.size, loaded.name)
             self.context_parallel = ContextParallel(group, accelerator.device)
@@ -287,7 +288,6 @@ class Learner:
             training=training,
             device=self.accelerator.device,
         )
-        self.varlen = None
         if self.context_parallel is None and not self.uses_flash_attention:
             self.varlen = make_varlen_attention(self.model, self.accelerator, self.settings.varlen)
         faults = probe(varlen=self.varlen)

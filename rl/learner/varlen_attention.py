@@ -242,11 +242,12 @@ def make_varlen_attention(
     """Return the attention of a learner, None if it needs masks: the same on all ranks.
     `requested`: None chooses it for half precision on CUDA, if torch and the model support it.
     """
+    if accelerator.device.type != "cuda":
+        return VarlenAttention() if requested else None
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = dtypes.get(accelerator.mixed_precision, next(model.parameters()).dtype)
     if requested is None:
-        is_half_on_gpu = accelerator.device.type == "cuda" and dtype.itemsize == 2
-        requested = is_half_on_gpu and supports_varlen_attention(model)
+        requested = dtype.itemsize == 2 and supports_varlen_attention(model)
     return VarlenAttention(None, accelerator.device, dtype) if requested else None
 
 

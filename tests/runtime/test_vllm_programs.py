@@ -160,7 +160,7 @@ def test_a_server_that_computes_with_other_weights_is_refused(run, server, monke
     ("words", "message"),
     [
         ("--sampler-tp 2", "start the server with --tensor-parallel-size"),
-        ("--sampler-cache paged", "sampler_cache is a setting of the sampler in this"),
+        ("--sampler-cache paged", "sampler-cache is a setting of the sampler in this"),
         ("tiny:addition --chat", "vLLM servers hold the weights of one model"),
     ],
 )
