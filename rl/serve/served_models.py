@@ -90,13 +90,13 @@ class ModelManager:
     ) -> None:
         """Queue a request of a model, in the order of `seq`.
 
-        A request that arrives before its predecessors waits for them. A number that was used before
-        gives an error as the result. Raises HttpError (429) if the queue is full.
+        A request that arrives before its predecessors waits for them. A number that was used or
+        skipped before gives an error as the result. Raises HttpError (429) if the queue is full.
         """
         if seq < model.next_seq:
             message = (
-                f"{model.model_id} has already run its request {seq}, and the result has expired; "
-                f"the next seq_id is {model.next_seq}"
+                f"request {seq} of {model.model_id} has run and its result has expired, or it did "
+                f"not arrive in time and was skipped; the next seq_id is {model.next_seq}"
             )
             request.work_future.set_exception(HttpError(400, message))
             return
@@ -130,9 +130,14 @@ class ModelManager:
         error that says so, instead of waiting forever.
 
         A number that an earlier server used, whose effect was lost, is skipped after 10 s. Any
-        other number, such as that of a request that was refused, is skipped after 10 minutes.
+        other number, such as that of a request that was refused, is skipped after 10 minutes. A
+        number is skipped only once the requests before it have run, so that no earlier update
+        fails.
         """
         for model in self.session_store.list_models():
+            # in this order: a request is marked as running before its number is set
+            if model.last_started_seq < model.next_seq - 1 or model.is_running:
+                continue
             seconds = _GAP_SECONDS if model.resumed else _LOST_SECONDS
             if model.gap_since is None or time.monotonic() - model.gap_since <= seconds:
                 continue
