@@ -154,10 +154,10 @@ class ProgramEpisode(AgentSession):
         """Return the episode itself: the rollout samples for its program."""
         return self
 
-    def renderer(self, model: str | None, owner: str) -> Renderer:
+    async def renderer(self, model: str | None, owner: str) -> Renderer:
         return self._renderer
 
-    def tokenizer(self, model: str | None, owner: str) -> Any:
+    async def tokenizer(self, model: str | None, owner: str) -> Any:
         return self._renderer.tokenizer
 
     def build_prompt(
@@ -323,12 +323,12 @@ class _NoBackend:
     """Refuse to sample for requests outside an episode."""
 
     async def sample(self, *_: Any, **__: Any) -> SampleResponse:
-        return self.tokenizer(None, "")
+        return await self.tokenizer(None, "")
 
     def models(self, owner: str) -> Sequence[Any]:
         return [ServedModel(POLICY_MODEL, None, 0)]
 
-    def tokenizer(self, model: str | None, owner: str) -> Any:
+    async def tokenizer(self, model: str | None, owner: str) -> Any:
         raise HttpError(
             404,
             "only requests of an episode are served: use the URL in OPENAI_BASE_URL unchanged",

@@ -27,7 +27,8 @@ from rl.types import Message, ModelInput, SampledSequence, SampleResponse, Sampl
 class SamplingBackend(Protocol):
     """Sample from the models of a server: the interface that the OpenAI-style routes use.
 
-    UserError and ValueError are errors of the caller.
+    `tokenizer` and `renderer` wait until the model is loaded. UserError and ValueError are errors
+    of the caller.
     """
 
     async def sample(
@@ -43,9 +44,9 @@ class SamplingBackend(Protocol):
 
     def models(self, owner: str) -> Sequence[Any]: ...
 
-    def tokenizer(self, model: str | None, owner: str) -> Any: ...
+    async def tokenizer(self, model: str | None, owner: str) -> Any: ...
 
-    def renderer(self, model: str | None, owner: str) -> Renderer: ...
+    async def renderer(self, model: str | None, owner: str) -> Renderer: ...
 
 
 @dataclass(slots=True)

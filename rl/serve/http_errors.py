@@ -115,7 +115,8 @@ def to_http_error(
     if isinstance(error, ContextLengthError):
         return HttpError(400, str(error), code="context_length_exceeded")
     if isinstance(error, APIStatusError):
-        return HttpError(error.status_code, str(error))
+        retry_after = 5.0 if error.status_code == 503 else None
+        return HttpError(error.status_code, str(error), retry_after=retry_after)
     if isinstance(error, caller_errors):
         return HttpError(400, str(error))
     return HttpError(500, f"{verb} failed in the server ({type(error).__name__}); its log says why")

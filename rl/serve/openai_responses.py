@@ -7,7 +7,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import Any
 
@@ -38,8 +37,6 @@ from rl.serve.schemas import read_body
 from rl.types import Message, SampledSequence, SampleResponse, SamplingParams
 
 _GREEDY_TOKEN_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, stop=None)
-# threads that wait until a model is loaded; other requests use those of `asyncio.to_thread`
-_LOADING_EXECUTOR = ThreadPoolExecutor(32, "whetstone-load")
 
 TopRow = Sequence[tuple[int, float]] | None  # (id, logprob) of a position, most likely first
 # for each sampled token: (id, logprob), most likely first
@@ -195,15 +192,6 @@ class SamplingReply:
             )
         return result
 
-    async def _load_tokenizer(self) -> Any:
-        """Return the tokenizer of the model; None if it has none."""
-        return await self._wait_for_model(self.backend.tokenizer)
-
-    async def _wait_for_model(self, load: Callable[[str | None, str], Any]) -> Any:
-        """Return `load(model, owner)`, which may wait until the model is loaded."""
-        arguments = self.body.model, self.session.owner
-        return await asyncio.get_running_loop().run_in_executor(_LOADING_EXECUTOR, load, *arguments)
-
     def _record_text(self, prompt: list[int], sequence: SampledSequence, text: str) -> None:
         """Record a turn whose prompt is not a chat."""
         answer = {"role": "assistant", "content": text}
@@ -242,7 +230,7 @@ class ChatReply(SamplingReply):
                 "top_logprobs",
             )
         self.n, self.num_likely = body.n, body.top_logprobs
-        renderer = await self._wait_for_model(self.backend.renderer)
+        renderer = await self.backend.renderer(body.model, self.session.owner)
         with report_as_field_error("chat_template_kwargs", "chat_template_kwargs: "):
             renderer = renderer.with_settings(body.chat_template_kwargs)
         with report_as_field_error("tools"):
@@ -334,7 +322,7 @@ class TextReply(SamplingReply):
                 "sampled tokens",
                 "logprobs",
             )
-        self.tokenizer = await self._load_tokenizer()
+        self.tokenizer = await self.backend.tokenizer(body.model, self.session.owner)
         if self.tokenizer is None:
             raise MissingTokenizerError(body.model)
         self.n, self.params = body.n, body.make_params(body.max_tokens or 1)
@@ -462,11 +450,8 @@ class TokenReply(SamplingReply):
         self.n = fields.n
         self.params = fields.make_params(fields.max_tokens, prefix="sampling_params.")
         self.prompts = [self.body.token_ids]
-
-    async def _sample(self, *arguments: Any, **options: Any) -> SampleResponse:
-        response = await super()._sample(*arguments, **options)
-        self.tokenizer = await self._load_tokenizer()  # once the queue has accepted the request
-        return response
+        # before sampling: the model may be freed meanwhile
+        self.tokenizer = await self.backend.tokenizer(self.body.model, self.session.owner)
 
     def make_choice(
         self, index: int, sequence: SampledSequence, top: TopLogprobs | None

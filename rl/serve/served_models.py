@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ SAMPLER_KIND = "sampler_weights"
 _MAX_SNAPSHOTS = 8
 _GAP_SECONDS = 10.0  # wait for a sequence number that an earlier server may have used
 _LOST_SECONDS = 600.0  # wait for any other number, whose body may arrive slowly
+# threads that wait until a model is loaded; other requests use those of `asyncio.to_thread`
+_LOADING_EXECUTOR = ThreadPoolExecutor(32, "whetstone-load")
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,13 @@ class ModelManager:
     ) -> None:
         """Queue a request of a model, in the order of `seq`.
 
-        A request that arrives before its predecessors waits for them. A number that was used before
-        gives an error as the result. Raises HttpError (429) if the queue is full.
+        A request that arrives before its predecessors waits for them. A number that was used or
+        skipped before gives an error as the result. Raises HttpError (429) if the queue is full.
         """
         if seq < model.next_seq:
             message = (
-                f"{model.model_id} has already run its request {seq}, and the result has expired; "
-                f"the next seq_id is {model.next_seq}"
+                f"request {seq} of {model.model_id} has run and its result has expired, or it did "
+                f"not arrive in time and was skipped; the next seq_id is {model.next_seq}"
             )
             request.work_future.set_exception(HttpError(400, message))
             return
@@ -130,9 +133,14 @@ class ModelManager:
         error that says so, instead of waiting forever.
 
         A number that an earlier server used, whose effect was lost, is skipped after 10 s. Any
-        other number, such as that of a request that was refused, is skipped after 10 minutes.
+        other number, such as that of a request that was refused, is skipped after 10 minutes. A
+        number is skipped only once the requests before it have run, so that no earlier update
+        fails.
         """
         for model in self.session_store.list_models():
+            # in this order: a request is marked as running before its number is set
+            if model.last_started_seq < model.next_seq - 1 or model.is_running:
+                continue
             seconds = _GAP_SECONDS if model.resumed else _LOST_SECONDS
             if model.gap_since is None or time.monotonic() - model.gap_since <= seconds:
                 continue
@@ -569,28 +577,42 @@ class ModelManager:
 
         Raises HttpError (404) if the owner has no model of that name.
         """
-        if model is not None and model in self.session_store.samplers:
-            sampler = self.session_store.get_sampler(model, owner)
-        elif model is not None and model.startswith("tinker://"):
-            sampler = self._find_path_sampler(model, owner)
-        else:
-            try:
-                base = self.engine.settings.find_base(model)
-            except UserError as error:
-                raise HttpError(404, str(error), "model", code="model_not_found") from None
-            return functools.partial(self.get_base_client, base)
-        return functools.partial(self.sampling_client, sampler)
+        return functools.partial(self._get_client, self._find_source(model, owner))
 
-    def _find_path_sampler(self, path: str, owner: str) -> SamplerRecord:
-        """Return the sampling session of a tinker:// path, and add it if there is none."""
-        source, folder = self.session_store.find_folder(path, owner)
-        for candidate in self.session_store.list_samplers():
-            if candidate.path == folder and candidate.owner == owner:
-                candidate.last_used = time.monotonic()
-                return candidate
-        sampler_id = f"{source.model_id}:{folder.parent.name}:{folder.name}"
-        return self.session_store.add_sampler(
-            SamplerRecord(sampler_id, owner, source.session, source.base, folder)
+    def _get_client(self, source: ServedBaseModel | SamplerRecord) -> SamplingClient:
+        """Return the client of a base model or a sampling session, and create it if needed."""
+        if isinstance(source, SamplerRecord):
+            return self.sampling_client(source)
+        return self.get_base_client(source)
+
+    def _find_source(self, model: str | None, owner: str) -> ServedBaseModel | SamplerRecord:
+        """Return the base model or sampling session of a model name. Raises HttpError (404)."""
+        if model is not None and model in self.session_store.samplers:
+            return self.session_store.get_sampler(model, owner)
+        if model is not None and model.startswith("tinker://"):
+            return self.session_store.find_path_sampler(model, owner)
+        try:
+            return self.engine.settings.find_base(model)
+        except UserError as error:
+            raise HttpError(404, str(error), "model", code="model_not_found") from None
+
+    async def _load_client(self, model: str | None, owner: str) -> SamplingClient:
+        """Return the client of a model name once it is loaded. A loaded model takes none of the
+        threads in which others are waited for.
+
+        Raises HttpError: 404 for an unknown name, 429 if the queue is full and the model is not
+        loaded.
+        """
+        source = await asyncio.to_thread(self._find_source, model, owner)  # may read the disk
+        if isinstance(source, SamplerRecord):
+            client = source.client
+        else:
+            client = self._base_clients.get(source.name)
+        if client is not None and client.ready and not client.failed:
+            return client
+        self.engine.queue.check_capacity(owner)
+        return await asyncio.get_running_loop().run_in_executor(
+            _LOADING_EXECUTOR, lambda: self._get_client(source).result()
         )
 
     async def sample(
@@ -640,28 +662,30 @@ class ModelManager:
     def _describe(self, name: str, base: ServedBaseModel) -> ServedModel:
         return ServedModel(name, self._max_contexts[base.name], self._created)
 
-    def tokenizer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Any:
-        """Return the tokenizer of a model by its name; None if the model has none. May wait until
-        the model is loaded.
+    async def tokenizer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Any:
+        """Return the tokenizer of a model by its name, once it is loaded; None if the model has
+        none.
 
-        Raises HttpError (404) for an unknown name.
+        Raises HttpError: 404 for an unknown name, 429 if the queue is full and the model is not
+        loaded.
         """
-        return self.find_client(model, owner)().get_tokenizer()
+        return (await self._load_client(model, owner)).get_tokenizer()
 
-    def renderer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Renderer:
-        """Return the renderer of a model: the configured renderer, else the chat template of its
-        tokenizer, else role_colon.
+    async def renderer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Renderer:
+        """Return the renderer of a model, once it is loaded: the configured renderer, else the chat
+        template of its tokenizer, else role_colon.
 
-        Raises HttpError: 404 for an unknown name, 400 if the model has no tokenizer.
+        Raises HttpError: 400 if the model has no tokenizer, and as `tokenizer`.
         """
-        client = self.find_client(model, owner)()
+        client = await self._load_client(model, owner)
         renderer = self._renderers.get(client)
         if renderer is None:
             tokenizer = client.get_tokenizer()
             if tokenizer is None:
                 raise MissingTokenizerError(model)
             default = "chat_template" if getattr(tokenizer, "chat_template", None) else "role_colon"
-            renderer = get_renderer(self.engine.settings.renderer or default, tokenizer)
+            name = self.engine.settings.renderer or default
+            renderer = await asyncio.to_thread(get_renderer, name, tokenizer)
             self._renderers[client] = renderer
         return renderer
 

@@ -276,6 +276,18 @@ class SessionStore:
         sampler.last_used = time.monotonic()
         return sampler
 
+    def find_path_sampler(self, path: str, owner: str) -> SamplerRecord:
+        """Return the sampling session of a tinker:// path, and add it if there is none."""
+        source, folder = self.find_folder(path, owner)
+        for candidate in self.list_samplers():
+            if candidate.path == folder and candidate.owner == owner:
+                candidate.last_used = time.monotonic()
+                return candidate
+        sampler_id = f"{source.model_id}:{folder.parent.name}:{folder.name}"
+        return self.add_sampler(
+            SamplerRecord(sampler_id, owner, source.session, source.base, folder)
+        )
+
     def add_sampler(self, sampler: SamplerRecord) -> SamplerRecord:
         """Add a sampling session.
 

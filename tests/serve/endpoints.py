@@ -49,10 +49,10 @@ class TinyBackend:
     def models(self, owner):
         return [ServedModel(self.base, self.client.info["max_context"], 0)]
 
-    def tokenizer(self, model, owner):
+    async def tokenizer(self, model, owner):
         return self.client.get_tokenizer()
 
-    def renderer(self, model, owner):
+    async def renderer(self, model, owner):
         return self._renderer
 
 
@@ -98,10 +98,10 @@ class ScriptedBackend:
     def models(self, owner):
         return [ServedModel("scripted", None, 0)]
 
-    def tokenizer(self, model, owner):
+    async def tokenizer(self, model, owner):
         return self._tokenizer
 
-    def renderer(self, model, owner):
+    async def renderer(self, model, owner):
         return self._renderer
 
 

@@ -170,10 +170,10 @@ def test_tools_are_called_and_answered(make_scripted):
     (item, one_answer), (two, _) = endpoint.engine.drawn
     # the prompt holds the sampled tokens, not a re-tokenized text
     assert two[: len(item) + len(one_answer)] == [*item, *one_answer]
-    assert "<tool_response>\n3\n</tool_response>" in endpoint.engine.tokenizer(None, "").decode(two)
+    assert "<tool_response>\n3\n</tool_response>" in endpoint.engine._tokenizer.decode(two)
     third = chat(endpoint, tools=TOOLS, tool_choice="none")
     assert third["choices"][0]["message"]["content"] == "No tools."
-    assert "Adds." not in endpoint.engine.tokenizer(None, "").decode(endpoint.engine.drawn[-1][0])
+    assert "Adds." not in endpoint.engine._tokenizer.decode(endpoint.engine.drawn[-1][0])
 
 
 @pytest.mark.parametrize("wish", [{"stop": "lo"}, {"stop": ["zz", "lo"]}])
@@ -215,7 +215,7 @@ def test_loglikelihoods_as_a_harness_asks_for_them(tiny, most):
         pairs = list(zip(actual["tokens"], actual["top_logprobs"], strict=True))[len(context) : end]
         assert all(max(top, key=top.get) == token for token, top in pairs) == (answer is rows[0][1])
         if most == 0:
-            assert choice["text"] == tiny.engine.tokenizer(None, "").decode([*context, *answer])
+            assert choice["text"] == tiny.engine.client.get_tokenizer().decode([*context, *answer])
 
 
 def test_several_texts_are_continued(tiny):
@@ -226,7 +226,7 @@ def test_several_texts_are_continued(tiny):
     choices = tiny.http.post("/v1/completions", json=body).json()["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     for p, text in enumerate(body["prompt"]):
-        prompt = tiny.engine.tokenizer(None, "").encode(text)
+        prompt = tiny.engine.client.get_tokenizer().encode(text)
         reference = draw(tiny, prompt, 2, max_tokens=3, seed=1, temperature=1.5)
         for choice, sequence in zip(choices[2 * p : 2 * p + 2], reference, strict=True):
             assert choice["token_ids"] == sequence.tokens and choice["prompt_token_ids"] == prompt

@@ -17,6 +17,7 @@ from serving import (
     Wire,
     assert_same_rows,
     datum_message,
+    hold_requests,
     open_server,
     server,
     unpack_sequences,
@@ -299,7 +300,19 @@ def test_a_number_that_never_arrives_is_skipped(wires, model_server, monkeypatch
     model_server.do_upkeep()
     assert "request 1 did not arrive within 0 s" in wires.wait(request)["error"]
     assert wires.train(model, 3, make_text_datums())[1]["metrics"]["grad_norm"] > 0
-    wires.step(model, 6)
+    with hold_requests(model_server):  # number 7 is lost while the update before it waits
+        wires.ask(model, 5, make_text_datums())
+        update = wires.step(model, 6)
+        wires.ask(model, 8, make_text_datums())
+        late = wires.step(model, 9)
+        time.sleep(0.2)
+        model_server.do_upkeep()
+    assert wires.wait(update)["metrics"]["grad_norm"] > 0
+    model_server.do_upkeep()
+    assert "request 7 did not arrive" in wires.wait(late)["error"]
+    skipped = wires.wait(wires.ask(model, 7, make_text_datums()))
+    assert "was skipped" in skipped["error"] and "next seq_id is 10" in skipped["error"]
+    wires.step(model, 11)
     wires.post(f"sessions/{wires.session}/finish", 204)
     time.sleep(0.2)
     model_server.do_upkeep()  # no number of an ended session is waited for

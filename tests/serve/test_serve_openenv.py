@@ -1,5 +1,6 @@
 """Test serve.py with OpenAI's client and all of OpenEnv's checks."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -52,7 +53,8 @@ def sdk_results(tmp_path_factory, shared_data):
         wires = Wire(first, KEY)
         wires.open()
         model = wires.model(base=BASE)
-        prompt = first.model_manager.renderer(None).build_generation_prompt(PROBE).to_ints()
+        renderer = asyncio.run(first.model_manager.renderer(None))
+        prompt = renderer.build_generation_prompt(PROBE).to_ints()
         seq = learn_to_begin(wires, model, prompt, [40, 40, 40, 41])
         path = wires.save(model, seq, "trained", "_for_sampler")
         listening = LoopServer(lambda: first.app, "the test's server")
@@ -121,7 +123,7 @@ def test_turns_by_ids_pass_the_same_checks_as_one_sequence(sdk_results):
 def test_openais_client_gets_answers_streams_and_refusals(sdk_results):
     actual, path, _, served = sdk_results
     renderer, desk = (
-        served.model_manager.renderer(None),
+        asyncio.run(served.model_manager.renderer(None)),
         served.model_manager.get_base_client(served.engine.settings.bases[0]),
     )
     prompt = renderer.build_generation_prompt([{"role": "user", "content": "Hello?"}])

@@ -135,7 +135,10 @@ def test_a_client_over_http_samples_from_its_adapter(servers, tmp_path):
         np.testing.assert_allclose(logprobs, row[2:], atol=1e-5)
         stub.fault, name = "http 500", f"{wires.session}:sample:0"  # no fault of a client
         assert wires.wait(wires.ask_sample(name, 1, [3, 4, 5]))["category"] == "server"
-        assert wires.complete(503, model=name)["error"]["type"] == "server_error"
+        body = {"model": name, "prompt": [4, 5], "max_tokens": 2}
+        refused = wires.http.post("/v1/completions", json=body)
+        assert refused.status_code == 503 and float(refused.headers["retry-after"]) > 0
+        assert refused.json()["error"]["type"] == "server_error"
 
 
 def test_servers_without_adapters_are_refused(servers, connect):

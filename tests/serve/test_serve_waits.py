@@ -284,8 +284,11 @@ def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypat
 
 
 def test_chats_with_a_model_that_is_being_loaded_do_not_hold_other_requests(tmp_path, monkeypatch):
-    body = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
-    with server(tmp_path) as first:
+    messages = [{"role": "user", "content": "1+1="}]
+    with open_server(tmp_path) as (first, wires):
+        path = wires.save(wires.model(), 1, "a", "_for_sampler")
+        first.model_manager._snapshots.clear()
+        wires.complete(model=BASE)  # loaded
         gate, create = threading.Event(), first.engine.service.create_sampling_client
 
         def wait_and_create(**named):
@@ -297,27 +300,53 @@ def test_chats_with_a_model_that_is_being_loaded_do_not_hold_other_requests(tmp_
         async def ask():
             options = {"transport": httpx.ASGITransport(first.app), "base_url": "http://server"}
             async with httpx.AsyncClient(**options, timeout=60) as http:
-                send = http.post
-                chats = [
-                    asyncio.create_task(send("/v1/chat/completions", json=body)) for _ in range(40)
-                ]
+
+                def chat(model):
+                    body = {"model": model, "messages": messages, "max_tokens": 2}
+                    return asyncio.create_task(http.post("/v1/chat/completions", json=body))
+
+                chats = [chat(path) for _ in range(40)]
                 await asyncio.sleep(0.2)
+                others = [http.post("/api/v1/create_session", json={}), chat(BASE)]
                 try:
-                    session = send("/api/v1/create_session", json={})
-                    statuses = [(await asyncio.wait_for(session, 20)).status_code]
+                    answers = [await asyncio.wait_for(other, 20) for other in others]
+                    assert not any(chat.done() for chat in chats)
                 finally:
                     gate.set()
-                return statuses + [(await chat).status_code for chat in chats]
+                return {answer.status_code for answer in answers + [await chat for chat in chats]}
 
-        assert set(asyncio.run(ask())) == {200}
+        assert asyncio.run(ask()) == {200}
 
 
-def test_a_full_queue_refuses_token_ids_before_their_model_is_loaded(tmp_path, monkeypatch):
+def test_a_full_queue_refuses_requests_before_their_model_is_loaded(tmp_path, monkeypatch):
+    calls = {
+        "/inference/v1/generate": {"token_ids": [4, 5]},
+        "/v1/completions": {"prompt": [4, 5]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "1+1="}]},
+    }
     loads = []
     with server(tmp_path, queued=1) as first, hold_requests(first):
-        monkeypatch.setattr(first.model_manager, "tokenizer", lambda *names: loads.append(names))
-        answer = Wire(first).http.post("/inference/v1/generate", json={"token_ids": [4, 5]})
-        assert answer.status_code == 429 and not loads
+        monkeypatch.setattr(first.model_manager, "get_base_client", loads.append)
+        for path, body in calls.items():
+            assert Wire(first).http.post(path, json=body).status_code == 429, path
+    assert not loads
+
+
+def test_token_ids_are_answered_though_their_model_is_freed_meanwhile(tmp_path, monkeypatch):
+    with open_server(tmp_path) as (first, wires):
+        name, sample = wires.sampler(wires.model(), 1), first.model_manager.sample
+
+        async def sample_and_free(*arguments, **options):
+            response = await sample(*arguments, **options)
+            first.session_store.samplers[name].client = None
+            return response
+
+        monkeypatch.setattr(first.model_manager, "sample", sample_and_free)
+        body = {"model": name, "token_ids": [4, 5]}
+        statuses = [
+            wires.http.post("/inference/v1/generate", json=body).status_code for _ in range(2)
+        ]
+        assert statuses == [200, 404]
 
 
 def test_a_server_ends_in_time_and_writes_its_models_though_work_never_ends(tmp_path):
