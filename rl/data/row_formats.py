@@ -455,7 +455,8 @@ def read_messages(value: Any, name: str) -> list[Message]:
             raise BadRow(f"{where} is not {{'role': ..., 'content': ...}}: {str(message)[:60]!r}")
         if not message["role"].strip():
             raise BadRow(f"{where} has an empty role")
-        calls = message.get("tool_calls")
+        # In a table the arguments of a call have the keys of all calls.
+        calls = _without_nulls(message.get("tool_calls"))
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
             raise BadRow(
                 f"{where} has tool_calls that are no list of calls (function: name, arguments): "
@@ -478,6 +479,7 @@ def read_messages(value: Any, name: str) -> list[Message]:
                     for key, field_value in message.items()
                     if field_value is not None
                 },
+                **({} if calls is None else {"tool_calls": calls}),
                 "content": content,
             }
         )
