@@ -130,6 +130,8 @@ def test_a_row_with_a_prompt_is_no_multiple_choice(tmp_path: Path):
         ("Answer: Choice (B)", "B"), ("The answer is B, because 4 is even.", "B"),
         ("Answer: B \u2014 12 m", "B"), ("Answer: B because of x", "B"),
         ("\\boxed{\\text{B (12 m)}}", "B"), ("Answer: **Option B**", "B"),
+        ("Answer: \\(B\\)", "B"), ("Answer: \\(\\text{B}\\).", "B"),
+        ("The answer is \\[B\\]", "B"),
         # not a single letter
         ("Answer: Apples", None), ("Answer: B, not A", None), ("Answer: B (or A)", None),
         ("Answer: B - or maybe C", None), ("Answer: B, C", None), ("Answer: B, c", None),
@@ -145,6 +147,7 @@ def test_a_row_with_a_prompt_is_no_multiple_choice(tmp_path: Path):
         ("Answer: B (A)", None), ("Answer: B) 1 or C) 2", None), ("\\boxed{A, B}", None),
         ("Answer: B\nAnswer: A or B", None), ("Answer: Because", None), ("Answer: E", None),
         ("The answer is a matter of taste", None), ("\\boxed{}", None), ("Answer:", None),
+        ("Answer: \\(B\\) or \\(C\\)", None), ("Answer: \\(B, C\\)", None),
         ("Answer: not B", None), ("<answer></answer>", None),
     ],
 )  # fmt: skip
