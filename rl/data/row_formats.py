@@ -261,7 +261,7 @@ class PreferencesFormat(RowFormat):
     - texts or single-message lists in `chosen` and `rejected`; the prompt (text or messages) is in
       the column `prompt`, or in instruction and input;
     - complete conversations (lists of messages) in `chosen` and `rejected`, identical up to their
-      last message;
+      last message; if they have no system message, that of the messages in `prompt` precedes them;
     - complete dialogues as text, "\\n\\nHuman: ...\\n\\nAssistant: ...", identical up to their last
       answer (HH-RLHF);
     - input, output_1, output_2 and label: the number of the preferred output, 1 or 2 (LLMBar).
@@ -296,6 +296,8 @@ class PreferencesFormat(RowFormat):
                     f"{pair[0]!r} and {pair[1]!r} differ before their last message: "
                     "they must answer the same prompt"
                 )
+            if prompt and _role(prompt[0]) != "system":
+                prompt = [*_read_system(columns, prompt_column), *prompt]
             answers = list(map(_assistant_text, (chat[-1] for chat in chats), pair))
         else:
             is_instruction = prompt_column not in columns and "instruction" in columns
@@ -400,6 +402,17 @@ def _read_prompt(columns: Columns, name: str) -> list[Message]:
     if isinstance(value, list):
         return read_messages(value, name)
     return make_prompt(read_text(columns, name))
+
+
+def _read_system(columns: Columns, name: str) -> list[Message]:
+    """Return the system message that begins the messages in a column, in a list; an empty list if
+    there is none.
+    """
+    value = columns.get(name)
+    if not isinstance(value, list) or not value or _role(value[0]) != "system":
+        return []
+    content = _content(value[0].get("content"), f"message 1 of {name!r}")
+    return [{"role": "system", "content": content}]
 
 
 def _read_answer(columns: Columns, name: str) -> str:

@@ -106,9 +106,7 @@ def test_a_table_does_not_add_the_arguments_of_other_calls(tmp_path):
         {"type": "function", "function": {"name": name, "arguments": arguments}}
         for name, arguments in (("add", {"a": 2}), ("find", {"query": {"text": "x"}}))
     ]
-    rows = [
-        {"messages": [*CHAT[:2], {**CHAT[2], "tool_calls": [call]}, CHAT[3]]} for call in calls
-    ]
+    rows = [{"messages": [*CHAT[:2], {**CHAT[2], "tool_calls": [call]}, CHAT[3]]} for call in calls]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     problems = load_problems(tmp_path / "rows.parquet")
     assert [problem.messages[2]["tool_calls"] for problem in problems] == [[c] for c in calls]
