@@ -204,9 +204,7 @@ class UnpairedFormat(ColumnsFormat):
                 "each",
             )
         read = super().read(columns)
-        label = _LABELS.get(str(get_column(columns, "label")).lower())
-        if label is None:
-            raise BadRow(f"'label' is true or false (1 or 0), this is {columns['label']!r}")
+        label = read_label(get_column(columns, "label"))
         if read.response is None:
             raise BadRow(
                 "the row has a label but no answer: put the answer into the column 'completion', "
@@ -216,6 +214,16 @@ class UnpairedFormat(ColumnsFormat):
 
 
 _LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+
+
+def read_label(value: Any) -> bool:
+    """Return whether a column `label` says that an answer is good: true or false, 1 or 0, or their
+    text. Raises BadRow, a ValueError, for other values.
+    """
+    label = _LABELS.get(str(value).lower())
+    if label is None:
+        raise BadRow(f"'label' is true or false (1 or 0), this is {value!r}")
+    return label
 
 
 class AlpacaFormat(RowFormat):
