@@ -41,6 +41,8 @@ from rl.config import (
     Range,
     check_ranges,
 )
+from rl.data import read_label
+from rl.errors import UserError
 from rl.types import Datum, Problem
 
 
@@ -107,8 +109,15 @@ class KTO(RowEvaluator):
         self._row_indices: list[int] = []  # the row of each answer of the batch
 
     def longest(self, row: Problem, renderer: Any) -> int:
-        """Return the tokens of the prompt with the bad answer of a pair; 0 if the row has none."""
+        """Return the tokens of the prompt with the bad answer of a pair; 0 if the row has none.
+
+        Raises UserError if the row has a label other than true or false.
+        """
         if row.rejected is None:
+            try:
+                list_labeled_answers(row)
+            except ValueError as error:
+                raise UserError(str(error)) from error
             return 0
         return make_answer_datum(row, row.rejected, renderer).model_input.length + 1
 
@@ -201,13 +210,14 @@ class KTO(RowEvaluator):
 def list_labeled_answers(row: Problem) -> list[tuple[str, bool]]:
     """Return (answer, whether it is good) of a row: a labeled answer, or the two answers of a pair.
 
-    Raises ValueError if the row has no answer.
+    An answer without a label is good. Raises ValueError if the row has no answer, or a label other
+    than true or false.
     """
     if row.response is None:
         raise ValueError(f"row {row.index} of {row.tag} has no answer to learn from")
     if row.rejected is not None:
         return [(row.response, True), (row.rejected, False)]
-    return [(row.response, bool(row.meta.get("label", True)))]
+    return [(row.response, read_label(row.meta.get("label", True)))]
 
 
 def compute_label_metrics(sums: Mapping[str, float]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from rl.data.problem_set import Mixture, ProblemSet, concatenate_sets
 from rl.data.prompt_template import PromptTemplate
 from rl.data.rollout_file import filter_answers, load_rollouts
 from rl.data.row_checks import RowCheck, make_answers_check, select_good_rows
+from rl.data.row_formats import read_label
 from rl.data.row_readers import FaultyRows, MissingSplit
 from rl.data.streaming import StreamedProblemSet
 from rl.data.synthetic import addition, countdown, oneliners, sorting
@@ -42,6 +43,7 @@ __all__ = [
     "load_problems",
     "load_rollouts",
     "oneliners",
+    "read_label",
     "find_contamination",
     "find_default_reward",
     "has_row_splits",

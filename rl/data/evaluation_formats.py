@@ -40,11 +40,18 @@ _SHUFFLE_SEED = 0
 _MOST_CHOICES = 26
 
 
+def _answer_column(columns: Columns, names: ColumnNames) -> str:
+    """Return the name of the column with the answer: the one that the caller named if the row has
+    it, else "answer".
+    """
+    return names.answer if names.answer is not None and names.answer in columns else "answer"
+
+
 class GSM8K(RowFormat):
     """Read question, and answer: a solution that ends in "#### N".
 
-    meta["answer"] is N without commas; the response is the solution without its <<...>> notes,
-    ending in \\boxed{N}.
+    meta["answer"] is N without commas, or the value of another column that the caller named; the
+    response is the solution without its <<...>> notes, ending in \\boxed{N}.
     """
 
     @classmethod
@@ -59,7 +66,10 @@ class GSM8K(RowFormat):
             raise BadRow(f"'answer' does not end in '#### ' and a number: {worked[-40:]!r}")
         solution = re.sub(r"<<[^<>]*>>", "", solution).strip()
         response = f"{solution}\nThe answer is \\boxed{{{number}}}.".lstrip()
-        meta = {**collect_meta(columns, None, {"question"}), "answer": number}
+        name = _answer_column(columns, self.names)
+        meta = collect_meta(columns, name, {"question"})
+        if name == "answer":
+            meta["answer"] = number
         return Problem(make_prompt(question + GSM8K_INSTRUCTION), meta, response)
 
 
@@ -74,14 +84,12 @@ class MATH(RowFormat):
     def read(self, columns: Columns) -> Problem:
         solution = columns.get("solution")
         worked = solution if isinstance(solution, str) and solution.strip() else None
-        answer = (
-            columns["answer"]
-            if "answer" in columns
-            else math_reward.extract_boxed_answer(worked or "")
-        )
+        name = _answer_column(columns, self.names)
+        has_answer = name in columns and name != "solution"
+        answer = columns[name] if has_answer else math_reward.extract_boxed_answer(worked or "")
         if answer is None or not str(answer).strip():
             unmarked = f"'solution' ends without an answer in \\boxed{{}}: {str(solution)[-40:]!r}"
-            raise BadRow("'answer' is empty" if "answer" in columns else unmarked)
+            raise BadRow(f"{name!r} is empty" if has_answer else unmarked)
         meta = {**collect_meta(columns, None, {"problem", "solution"}), "answer": str(answer)}
         prompt = read_text(columns, "problem") + MATH_INSTRUCTION
         boxed = worked is not None and math_reward.extract_boxed_answer(worked) is not None
@@ -104,10 +112,11 @@ class AIMEFormat(RowFormat):
             for name, value in columns.items()
         }
         problem = read_text(renamed, "problem")
-        answer = renamed.get("answer")
+        name = _answer_column(renamed, self.names)
+        answer = renamed.get(name)
         text = _DEGREES.sub("", str(answer).strip())
         if not (text.isascii() and text.isdigit() and int(text) <= 999):
-            raise BadRow(f"'answer' is an integer from 0 to 999, this is {answer!r}")
+            raise BadRow(f"{name!r} is an integer from 0 to 999, this is {answer!r}")
         row = MATH().read({**renamed, "answer": str(int(text))})
         return replace(row, messages=make_prompt(problem + AIME_INSTRUCTION))
 
@@ -135,7 +144,7 @@ class MultipleChoiceFormat(RowFormat):
             meta = {"record": columns["Record ID"]} if "Record ID" in columns else {}
         else:
             question = read_text(columns, "question").strip()
-            choices, position = self._read_choices(columns)
+            choices, position = self._read_choices(columns, _answer_column(columns, self.names))
             used = {"question", "choices", "options", "answer"}
             meta = collect_meta(columns, None, used)
         letters = [chr(ord("A") + i) for i in range(len(choices))]
@@ -150,7 +159,7 @@ class MultipleChoiceFormat(RowFormat):
         )
 
     @staticmethod
-    def _read_choices(columns: Columns) -> tuple[list[str], int]:
+    def _read_choices(columns: Columns, answer_column: str) -> tuple[list[str], int]:
         """Return the texts of the choices and the position of the right choice."""
         name = "choices" if "choices" in columns else "options"
         texts = columns.get(name)
@@ -163,7 +172,7 @@ class MultipleChoiceFormat(RowFormat):
             raise BadRow(
                 f"'choices' is a list of 2 to {_MOST_CHOICES} texts, this is {str(texts)[:60]!r}"
             )
-        answer = columns.get("answer")
+        answer = columns.get(answer_column)
         position = -1
         if isinstance(answer, int) and not isinstance(answer, bool):
             position = answer
@@ -171,8 +180,8 @@ class MultipleChoiceFormat(RowFormat):
             position = ord(answer.strip().upper()) - ord("A")
         if not 0 <= position < len(texts):
             raise BadRow(
-                f"'answer' is a letter from A to {chr(ord('A') + len(texts) - 1)} or a position "
-                f"from 0 to {len(texts) - 1}, this is {answer!r}"
+                f"{answer_column!r} is a letter from A to {chr(ord('A') + len(texts) - 1)} or a "
+                f"position from 0 to {len(texts) - 1}, this is {answer!r}"
             )
         return [text.strip() for text in texts], position
 

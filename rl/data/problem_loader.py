@@ -93,8 +93,9 @@ def load_problems(
         - "aime", "multiple_choice", "ifeval": rl.data.evaluation_formats;
         - "auto": chosen by the columns of the first good row.
     answer_column: the column that reaches the reward as meta["answer"]. The default column may be
-        absent, a column that the caller names may not. None: no answer. All other columns reach the
-        reward under their names.
+        absent, a column that the caller names may not, except in rows of gsm8k, math, aime and
+        multiple_choice, which have an answer of their own. None: no answer but that. All other
+        columns reach the reward under their names.
     limit: the number of rows to read, from the first; None: all rows.
     system_prompt: the first message of a prompt that has no system message.
     tag: the name in metrics; default: the name of the source.

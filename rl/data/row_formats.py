@@ -204,9 +204,7 @@ class UnpairedFormat(ColumnsFormat):
                 "each",
             )
         read = super().read(columns)
-        label = _LABELS.get(str(get_column(columns, "label")).lower())
-        if label is None:
-            raise BadRow(f"'label' is true or false (1 or 0), this is {columns['label']!r}")
+        label = read_label(get_column(columns, "label"))
         if read.response is None:
             raise BadRow(
                 "the row has a label but no answer: put the answer into the column 'completion', "
@@ -216,6 +214,16 @@ class UnpairedFormat(ColumnsFormat):
 
 
 _LABELS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+
+
+def read_label(value: Any) -> bool:
+    """Return whether a column `label` says that an answer is good: true or false, 1 or 0, or their
+    text. Raises BadRow, a ValueError, for other values.
+    """
+    label = _LABELS.get(str(value).lower())
+    if label is None:
+        raise BadRow(f"'label' is true or false (1 or 0), this is {value!r}")
+    return label
 
 
 class AlpacaFormat(RowFormat):
@@ -261,7 +269,7 @@ class PreferencesFormat(RowFormat):
     - texts or single-message lists in `chosen` and `rejected`; the prompt (text or messages) is in
       the column `prompt`, or in instruction and input;
     - complete conversations (lists of messages) in `chosen` and `rejected`, identical up to their
-      last message;
+      last message; if they have no system message, that of the messages in `prompt` precedes them;
     - complete dialogues as text, "\\n\\nHuman: ...\\n\\nAssistant: ...", identical up to their last
       answer (HH-RLHF);
     - input, output_1, output_2 and label: the number of the preferred output, 1 or 2 (LLMBar).
@@ -296,6 +304,8 @@ class PreferencesFormat(RowFormat):
                     f"{pair[0]!r} and {pair[1]!r} differ before their last message: "
                     "they must answer the same prompt"
                 )
+            if prompt and _role(prompt[0]) != "system":
+                prompt = [*_read_system(columns, prompt_column), *prompt]
             answers = list(map(_assistant_text, (chat[-1] for chat in chats), pair))
         else:
             is_instruction = prompt_column not in columns and "instruction" in columns
@@ -402,6 +412,17 @@ def _read_prompt(columns: Columns, name: str) -> list[Message]:
     return make_prompt(read_text(columns, name))
 
 
+def _read_system(columns: Columns, name: str) -> list[Message]:
+    """Return the system message that begins the messages in a column, in a list; an empty list if
+    there is none.
+    """
+    value = columns.get(name)
+    if not isinstance(value, list) or not value or _role(value[0]) != "system":
+        return []
+    content = _content(value[0].get("content"), f"message 1 of {name!r}")
+    return [{"role": "system", "content": content}]
+
+
 def _read_answer(columns: Columns, name: str) -> str:
     """Return the answer in a column: a text, or a list of a single assistant message."""
     value = get_column(columns, name)
@@ -455,7 +476,8 @@ def read_messages(value: Any, name: str) -> list[Message]:
             raise BadRow(f"{where} is not {{'role': ..., 'content': ...}}: {str(message)[:60]!r}")
         if not message["role"].strip():
             raise BadRow(f"{where} has an empty role")
-        calls = message.get("tool_calls")
+        # In a table the arguments of a call have the keys of all calls.
+        calls = _without_nulls(message.get("tool_calls"))
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
             raise BadRow(
                 f"{where} has tool_calls that are no list of calls (function: name, arguments): "
@@ -478,6 +500,7 @@ def read_messages(value: Any, name: str) -> list[Message]:
                     for key, field_value in message.items()
                     if field_value is not None
                 },
+                **({} if calls is None else {"tool_calls": calls}),
                 "content": content,
             }
         )

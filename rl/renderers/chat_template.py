@@ -194,9 +194,7 @@ class ChatTemplateRenderer(Renderer):
         would have seen when it wrote the message.
         """
         messages = self._escape_messages(messages)
-        text = self._render_text(messages, generation=False)
-        if self._end_begins_next:
-            text += self._end_mark(messages[-1])
+        text = self._render_example(messages)
         spans = [
             self._find_span(text, messages, index)
             for index in find_trained_messages(messages, train_on)
@@ -377,6 +375,11 @@ class ChatTemplateRenderer(Renderer):
             else expand_images(text, messages, self._image_reader)
         )
 
+    def _render_example(self, messages: Messages) -> str:
+        """Return the rendered text of a conversation and the mark that ends its last message."""
+        text = self._render_text(messages, generation=False)
+        return text + self._end_mark(messages[-1]) if self._end_begins_next else text
+
     def _accepts_strings(self) -> bool:
         """Return whether the template accepts contents that are strings; some templates of
         vision-language models accept only lists of parts.
@@ -481,6 +484,10 @@ class ChatTemplateRenderer(Renderer):
         at = text.find(content, begin)
         after = at + len(content) if at >= 0 else begin
         marks = {self._end_of_turn, self._end_mark(messages[index])}
+        if at >= 0 and any(mark in text[begin:at] for mark in marks):
+            # The template has changed the content (removed a thought), and a later message has the
+            # same text; or it writes the message's calls before its content.
+            after = len(text) - len(self._split_at_content(text, messages, index)[1])
         ends = sorted((at, mark) for mark in marks if (at := text.find(mark, after)) >= 0)
         end, mark = ends[0] if ends else (-1, self._end_of_turn)
         if end < 0:
@@ -502,14 +509,20 @@ class ChatTemplateRenderer(Renderer):
                 f"prompt ends in {prompt[-80:]!r}, the conversation in {text[-160:]!r}. Leave out "
                 "thoughts, or pass the template setting that keeps them"
             )
+        return len(self._split_at_content(text, messages, index)[0])
+
+    def _split_at_content(self, text: str, messages: Messages, index: int) -> tuple[str, str]:
+        """Return the parts of `text` before and after the content of message `index`. Raises
+        UserError if they depend on the content.
+        """
         probed = [*messages[:index], {**messages[index], "content": _PROBE}, *messages[index + 1 :]]
-        before, _, after = self._render_text(probed, generation=False).partition(_PROBE)
+        before, _, after = self._render_example(probed).partition(_PROBE)
         if not (text.startswith(before) and text.endswith(after)):
             raise UserError(
                 f"the chat template mixes message {index} with others: train only on "
                 "'last_assistant'"
             )
-        return len(before)
+        return before, after
 
 
 class ConversationRenderer:

@@ -181,7 +181,9 @@ def get_language(meta: Meta) -> str:
 def extract_program(response: str, block: BlockMode, language: str = "python") -> str | None:
     """Return the last complete fenced block tagged with this language, else the last untagged one.
 
-    An untagged block beside a tagged one may show the program's output.
+    An untagged block beside a tagged one may show the program's output. As in CommonMark a fence
+    that is indented by 4 or more columns beyond the opening one closes no block: it may be part of
+    a docstring.
     Without such a block, return the response itself for "any", None for "fenced".
     """
     names = _LANGUAGE_NAMES.get(language, (language, ""))
@@ -191,7 +193,11 @@ def extract_program(response: str, block: BlockMode, language: str = "python") -
     for fence in _FENCE.finditer(response):
         if opening is None:
             opening = fence
-        elif fence["mark"].startswith(opening["mark"]) and not fence["tag"]:
+        elif (
+            fence["mark"].startswith(opening["mark"])
+            and not fence["tag"]
+            and _indent_width(fence) <= _indent_width(opening) + 3
+        ):
             if opening["tag"].lower() in names:
                 text = response[opening.end() + 1 : fence.start()].removeprefix("\ufeff")
                 programs[opening["tag"] != ""] = _remove_indent(text, opening["indent"])
@@ -199,6 +205,11 @@ def extract_program(response: str, block: BlockMode, language: str = "python") -
     if programs or block == "fenced":
         return programs.get(True, programs.get(False))
     return response if opening is None else None  # a truncated block is not a program
+
+
+def _indent_width(fence: re.Match[str]) -> int:
+    """Return the columns before a fence."""
+    return len(fence["indent"].expandtabs(4))
 
 
 def _remove_indent(text: str, indent: str) -> str:

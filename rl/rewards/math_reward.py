@@ -50,7 +50,8 @@ _NOT_UNITS = {
 # prices.
 _UNMARKED = re.compile(
     r"\$\$?(?!\s)([^$]+)(?<!\s)\$(?!\d)|\$\$?\s([^$]+)\s\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
-    r"|answer(?: is|:)\s*:?\s*([^\n]{1,200}?)\s*(?:\.\s|\.?$|\n)", re.DOTALL | re.IGNORECASE,
+    r"|answer(?: is|:)\s*:?\s*((?:(?!answer(?: is|:))[^\n]){1,200}?)\s*(?:\.\s|\.?$|\n)",
+    re.DOTALL | re.IGNORECASE,
 )  # fmt: skip
 _LAST_NUMBER = re.compile(
     r"(?<![\w.])-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+|[eE][+-]?\d+)?\s?(?:\\?%|°)?"

@@ -17,6 +17,7 @@ _MARK = re.compile(
     re.IGNORECASE,
 )
 _WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+_FORMULA_MARK = re.compile(r"\\[()\[\]]")  # \(B\) and \[B\] are read as $B$
 _CHOICE = re.compile(r"[(\[]?([A-Za-z])[)\].:]*")
 _LABELLED = re.compile(r"(?:\(([A-Z])\)|\[([A-Z])\]|([A-Z])[).:])\s*(\S.*)")
 _OTHER_CHOICE = re.compile(r"(?:^|\b(?:or|and)\b|[,/&])\s*[(\[]?[A-Z](?:[)\].:]|$)")
@@ -42,7 +43,8 @@ def parse_choice(text: str, choices: int, *, is_marked: bool = False) -> str | N
     the choice: "B", "(b)", "B) 12 m". "A or B" and "A, B" name no single letter. A marked text may
     also be "option B", "B (12 m)", "B - 12 m" or "B, because ...", if it names no other letter.
     """
-    text = _WRAPPER.sub(r"\1", text[:_MAX_TEXT]).strip().strip("$*_`\"' ").strip()
+    text = _WRAPPER.sub(r"\1", _FORMULA_MARK.sub("$", text[:_MAX_TEXT]))
+    text = text.strip().strip("$*_`\"' ").strip()
     text = text.removesuffix(".").strip("$*_`\"' ")
     if is_marked and (noun := _NOUN.match(text)) is not None:
         text = text[noun.end() :].lstrip("$*_`\"' ")

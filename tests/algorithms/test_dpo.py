@@ -14,8 +14,11 @@ from helpers import VOCABULARY, call, compute_relative_difference, gradient, mak
 from whole_runs import train
 
 from rl import ServiceClient
+from rl.algorithms import METHODS
 from rl.algorithms.kto import list_labeled_answers
+from rl.data import load_problems
 from rl.distributed import collectives
+from rl.errors import UserError
 from rl.learner.packing import LAYOUTS, block_cost, make_blocks, plan_micro_batches
 from rl.losses import get_loss
 from rl.types import Datum, ModelInput, Problem, TensorData
@@ -157,6 +160,18 @@ def test_a_row_of_kto_has_a_label_or_is_a_pair():
     assert list_labeled_answers(Problem(ask, {"label": False}, "x")) == [("x", False)]
     answers = list_labeled_answers(Problem(ask, {}, "x", rejected="y"))
     assert answers == [("x", True), ("y", False)]
+
+
+@pytest.mark.parametrize("data_format", ["columns", "unpaired"])
+def test_a_label_of_kto_may_be_text(tmp_path, data_format):
+    (tmp_path / "rows.csv").write_text("prompt,completion,label\nq,bad,false\nq,good,1\n")
+    rows = load_problems(tmp_path / "rows.csv", format=data_format)
+    assert [list_labeled_answers(row) for row in rows] == [[("bad", False)], [("good", True)]]
+    (tmp_path / "rows.csv").write_text("prompt,completion,label\nq,bad,maybe\n")
+    kto = METHODS["kto"](METHODS["kto"].Settings())
+    with pytest.raises(UserError, match="'label' is true or false .1 or 0., this is 'maybe'"):
+        for row in load_problems(tmp_path / "rows.csv", format=data_format):
+            kto.longest(row, None)
 
 
 # --------------------------------------------------------------------------------- pairs stay pairs

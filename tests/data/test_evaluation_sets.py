@@ -108,6 +108,28 @@ def test_choices_in_a_list_keep_their_order(tmp_path: Path):
             load_problems(write(tmp_path, {**row, **change}))
 
 
+def test_a_named_answer_column_holds_the_answer_of_every_format(tmp_path: Path):
+    math = {"problem": "1+1", "answer": "wrong", "gold": "2"}
+    for row, name, answer in (
+        (math, "gold", "2"),
+        (math, "answer", "wrong"),
+        (math, None, "wrong"),
+        ({"problem": "1+1", "solution": "It is \\boxed{2}."}, "solution", "2"),
+        ({"problem": "1+1", "solution": "It is \\boxed{2}.", "gold": 3}, "gold", "3"),
+        ({"problem": "1+1", "solution": "It is \\boxed{2}."}, "gold", "2"),  # the row lacks it
+        ({"question": "1+1", "answer": "It is 2.\n#### 2", "gold": "3"}, "gold", "3"),
+        ({"question": "1+1", "answer": "It is 2.\n#### 2"}, "gold", "2"),
+        ({"question": "1+1", "choices": ["1", "2"], "answer": 0, "gold": "B"}, "gold", "B"),
+    ):
+        (problem,) = load_problems(write(tmp_path, row), answer_column=name)
+        assert problem.meta["answer"] == answer, row
+    aime = f"aime:{write(tmp_path, {'Problem': '1+1', 'Answer': 1, 'gold': '002'})}"
+    assert load_problems(aime, answer_column="gold")[0].meta["answer"] == "2"
+    assert load_problems(aime, answer_column="Answer")[0].meta["answer"] == "1"
+    with pytest.raises(UserError, match="'gold' is empty"):
+        load_problems(write(tmp_path, {**math, "gold": " "}), answer_column="gold")
+
+
 def test_a_row_with_a_prompt_is_no_multiple_choice(tmp_path: Path):
     row = {"prompt": "Say B.", "question": "Even?", "choices": ["1", "2"], "answer": "B"}
     file = write(tmp_path, row)
@@ -130,6 +152,8 @@ def test_a_row_with_a_prompt_is_no_multiple_choice(tmp_path: Path):
         ("Answer: Choice (B)", "B"), ("The answer is B, because 4 is even.", "B"),
         ("Answer: B \u2014 12 m", "B"), ("Answer: B because of x", "B"),
         ("\\boxed{\\text{B (12 m)}}", "B"), ("Answer: **Option B**", "B"),
+        ("Answer: \\(B\\)", "B"), ("Answer: \\(\\text{B}\\).", "B"),
+        ("The answer is \\[B\\]", "B"),
         # not a single letter
         ("Answer: Apples", None), ("Answer: B, not A", None), ("Answer: B (or A)", None),
         ("Answer: B - or maybe C", None), ("Answer: B, C", None), ("Answer: B, c", None),
@@ -145,6 +169,7 @@ def test_a_row_with_a_prompt_is_no_multiple_choice(tmp_path: Path):
         ("Answer: B (A)", None), ("Answer: B) 1 or C) 2", None), ("\\boxed{A, B}", None),
         ("Answer: B\nAnswer: A or B", None), ("Answer: Because", None), ("Answer: E", None),
         ("The answer is a matter of taste", None), ("\\boxed{}", None), ("Answer:", None),
+        ("Answer: \\(B\\) or \\(C\\)", None), ("Answer: \\(B, C\\)", None),
         ("Answer: not B", None), ("<answer></answer>", None),
     ],
 )  # fmt: skip

@@ -101,6 +101,18 @@ def test_a_table_does_not_add_the_keys_of_other_rows(tmp_path):
     assert [list(problem.tools) for problem in problems] == [[ADD], [CLOCK], []]
 
 
+def test_a_table_does_not_add_the_arguments_of_other_calls(tmp_path):
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in (("add", {"a": 2}), ("find", {"query": {"text": "x"}}))
+    ]
+    rows = [{"messages": [*CHAT[:2], {**CHAT[2], "tool_calls": [call]}, CHAT[3]]} for call in calls]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    problems = load_problems(tmp_path / "rows.parquet")
+    assert [problem.messages[2]["tool_calls"] for problem in problems] == [[c] for c in calls]
+    assert all("tool_calls" not in problem.messages[3] for problem in problems)
+
+
 def test_the_tools_count_as_tokens_of_the_row(tmp_path, tokenizer):
     rows = [{"prompt": "2+2?", "completion": "4", "tools": each} for each in ([ADD], None)]
     with_tools, without = load_problems(write_rows(tmp_path / "rows.jsonl", *rows))

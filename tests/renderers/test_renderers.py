@@ -76,6 +76,18 @@ def test_prompts_and_examples_are_the_models_own_template(
     assert learnt == thought + messages[-1]["content"] + "<|im_end|>"
 
 
+def trained_texts(tokenizer, tokens, weights):
+    """Return the text of each run of tokens that have a weight."""
+    runs, before = [], 0.0
+    for token, weight in zip(tokens, weights, strict=True):
+        if weight and not before:
+            runs.append([])
+        if weight:
+            runs[-1].append(token)
+        before = weight
+    return [tokenizer.decode(run) for run in runs]
+
+
 @pytest.mark.parametrize(("model", "settings", "thought"), [
     ("qwen2.5", {}, ""), ("qwen3", {}, "<think>\n\n</think>\n\n"),
     ("qwen3", {"enable_thinking": False}, ""), ("minimind_6400", {}, ""),
@@ -86,18 +98,32 @@ def test_all_assistant_learns_every_answer_and_nothing_else(tokenizers, model, s
     example, weights = renderer.build_supervised_example(messages, "all_assistant")
     tokens = example.to_ints()
     assert tokens == tokenizer.apply_chat_template(messages, return_dict=False, **settings)
-    runs, before = [], 0.0
-    for token, weight in zip(tokens, weights, strict=True):
-        if weight and not before:
-            runs.append([])
-        if weight:
-            runs[-1].append(token)
-        before = weight
     # the template drops thoughts from history, so the first answer has none
-    assert [tokenizer.decode(run) for run in runs] == [
+    assert trained_texts(tokenizer, tokens, weights) == [
         "Hello!<|im_end|>",
         f"{thought}It is 4.<|im_end|>",
     ]
+
+
+@pytest.mark.parametrize("settings", [{}, {"enable_thinking": False}], ids=["", "no thinking"])
+@pytest.mark.parametrize("question", ["3+3=6?", "<think>\n\n</think>\n\nYes."])
+def test_an_answer_whose_thought_is_dropped_is_not_taken_for_a_later_message(
+    tokenizers, question, settings
+):
+    tokenizer, answer = tokenizers["qwen3"], "<think>\n\n</think>\n\nYes."
+    messages = [
+        {"role": "user", "content": "2+2=4?"},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": answer},
+    ]
+    renderer = get_renderer("chat_template", tokenizer, **settings)
+    example, weights = renderer.build_supervised_example(messages, "all_assistant")
+    tokens = example.to_ints()
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **settings)
+    assert tokenizer.decode(tokens) == text
+    learnt = "Yes." if settings else answer  # the prompt holds the empty thought
+    assert trained_texts(tokenizer, tokens, weights) == ["Yes.<|im_end|>", f"{learnt}<|im_end|>"]
 
 
 def test_a_prompt_stays_the_prompt_where_a_token_would_straddle_its_end(tokenizers):

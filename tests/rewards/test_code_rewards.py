@@ -65,6 +65,13 @@ def scorers(kind: str) -> Any:
     ("```\nx = 1\n```\n```\nx = 2\n```", "x = 2\n", "x = 2\n"),
     ("1. So:\n   ```python\n   if x:\n\n       y\n   ```", "if x:\n\n    y\n", "if x:\n\n    y\n"),
     ("    ```\nif x:\n    y\n    ```", "if x:\n    y\n", "if x:\n    y\n"),
+    # a fenced example in a docstring
+    ('```python\ndef f():\n    """1.\n\n    ```\n    f()\n    ```\n    """\n    return 1\n```',
+     'def f():\n    """1.\n\n    ```\n    f()\n    ```\n    """\n    return 1\n',
+     'def f():\n    """1.\n\n    ```\n    f()\n    ```\n    """\n    return 1\n'),
+    ('```\ndef f():\n\t"""1.\n\t```\n\t', None, None),  # truncated in it
+    ("```\nx = 1\n   ```", "x = 1\n", "x = 1\n"),
+    ("\t```\n\tx = 1\n    ```", "x = 1\n", "x = 1\n"),
     ("", None, ""),
 ])  # fmt: skip
 def test_what_is_taken_for_the_program(response: str, fenced: str | None, any_: str | None):

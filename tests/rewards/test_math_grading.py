@@ -45,6 +45,8 @@ def test_gsm8k_agrees_with_every_judged_pair():
     ("**Answer: 12**", "12"),
     ("**Final answer:** $x_1 = 12$", "12"),
     ("Answer: `12`", "12"),
+    ("Final Answer: The final answer is $12$. I hope it is correct.", "12"),
+    ("The answer is: the final answer is 12", "12"),
     (r"we get 25\%", r"25\%"),
     ("She has $5 and $7, so 12", "12"),
     ("$5 + $7 = $12", "12"),
