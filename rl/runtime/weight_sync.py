@@ -32,6 +32,7 @@ TRANSFER_SHARE = 0.5  # of the samplers' time while weights are sent and streams
 MAX_CHUNKS = 32  # of a round: those of two rounds are in host memory
 CONVERT_ELEMENTS = 2**20  # elements of a tensor that are converted at a time
 ROW_BYTES, CHECKSUM_ROWS = 4096, 1024  # the checksum reads at most 4 MiB of a chunk
+HASH_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # of Fibonacci hashing: 2^64 over the golden ratio
 
 # (name, byte offset in the tensor, number of bytes) of each part of a chunk, and its bytes (uint8)
 ChunkPayload = tuple[Sequence[tuple[str, int, int]], Tensor]
@@ -364,15 +365,19 @@ def cut_payloads(
 
 def _compute_checksum(parts: Sequence[tuple[str, int, int]], payload: Tensor) -> int:
     """Return a checksum of names, offsets and lengths, and of the bytes, which a GPU computes too:
-    the sums of rows of 4 KiB as 64-bit words, times the places of the rows, modulo 2^64, and the
-    last bytes.
+    the sum of 64-bit words in rows of 4 KiB, each times a number of its row and column, modulo
+    2^64, and the last bytes. A changed word is always found, two swapped words nearly always.
 
     Of more than CHECKSUM_ROWS rows only every n-th is read, as for a GPU rank 0 takes longer to
     read a chunk than to send it. With n = 4 a wrong range of more than 12 KiB is found.
     """
-    rows = len(payload) // ROW_BYTES
-    words = payload[: rows * ROW_BYTES].view(torch.int64).view(rows, ROW_BYTES // 8)
-    sums = words[:: max(1, -(-rows // CHECKSUM_ROWS))].sum(1)
-    total = (sums * torch.arange(1, len(sums) + 1, device=payload.device)).sum()
+    rows, columns = len(payload) // ROW_BYTES, ROW_BYTES // 8
+    words = payload[: rows * ROW_BYTES].view(torch.int64).view(rows, columns)
+    words = words[:: max(1, -(-rows // CHECKSUM_ROWS))]
+    # a word's number, that of its column plus that of its row, is odd: w * n differs for every w
+    places = torch.arange(1, columns + len(words) + 1, device=payload.device)
+    numbers = (places * HASH_FACTOR >> 8) | 1
+    total = (words.sum(0) * numbers[:columns]).sum()
+    total += (words.sum(1) * numbers[columns:] * 2).sum()
     rest = zlib.crc32(payload[rows * ROW_BYTES :].cpu().numpy().tobytes())
     return zlib.crc32(f"{list(parts)} {int(total)} {rest}".encode())

@@ -144,9 +144,16 @@ def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(lost):
         name, at, length = good.parts[0]
         changed, swapped = good.payload.clone(), good.payload.roll(length // 2)
         changed[length // 2 :][:12288] += 1
+        damaged = [changed, swapped]
+        # two words of 8 bytes, of rows that are read: neighbours, and mirrored at the diagonal
+        step = 4096 * -(-(size // 4096) // weight_sync.CHECKSUM_ROWS)
+        for first, second in ((0, 8), (8, step)) if weights is large else ((0, 8),):
+            words = good.payload.clone()
+            words[first : first + 8] = good.payload[second : second + 8]
+            words[second : second + 8] = good.payload[first : first + 8]
+            damaged.append(words)
         for parts, payload in (
-            ([(name, at, length)], changed),
-            ([(name, at, length)], swapped),
+            *(([(name, at, length)], payload) for payload in damaged),
             ([(name, at + 1, length)], good.payload),
             ([("half", at, length)], good.payload),
         ):
