@@ -95,7 +95,7 @@ class WeightSnapshot:
         """Yield the bytes of all tensors in order. If they are not cut yet: at most `size` bytes in
         each chunk, and in `dtypes`, by name, the tensors that are sent in another dtype.
         """
-        payloads = self.payloads
+        payloads: Iterable[ChunkPayload] | None = self.payloads
         if payloads is None:
             payloads = cut_payloads(self.tensors.items(), size, dtypes)
         for parts, payload in payloads:
