@@ -86,7 +86,7 @@ class DriverRates:
     many machines `reward_workers` workers each compute rewards; 0: on all. `score_seconds`: rank 0's
     own time for an answer, as bench/reward_machines.py measures it. `bytes_per_token`,
     `pack_seconds` and `unpack_seconds` (per token) describe a batch on its way to the ranks.
-    `chunk_rate` and `verb_seconds` were measured on CPUs (docs/scaling.md).
+    `chunk_rate` and `verb_seconds` are what bench/weight_chunks.py measures on a CPU, rounded.
     """
 
     reward_seconds: float = 0.005
@@ -98,8 +98,8 @@ class DriverRates:
     unpack_seconds: float = 60e-9
     network: float = 1.5e9  # bytes/s of the shares, which gloo sends over TCP
     pcie: float = 50e9  # bytes/s between a GPU and pinned memory
-    chunk_rate: float = 9.5e9  # bytes/s of weights cut into chunks with checksums, by one thread
-    verb_seconds: float = 1.1e-3  # of a chunk's verb, besides its bytes
+    chunk_rate: float = 12.5e9  # bytes/s of chunks that get a checksum, by one thread
+    verb_seconds: float = 0.9e-3  # of a chunk's verb, besides its bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,8 +395,8 @@ def transfer_seconds(num_bytes: float, link: float, driver: DriverRates) -> floa
     """Return the seconds to send weights of `num_bytes`, in the sampler's dtype, to GPUs that sample
     nothing meanwhile. `link`: bytes/s between rank 0's GPU and theirs.
 
-    The weights are copied to rank 0's host memory. Then rank 0 cuts chunks while it sends those
-    before: back to its GPU, and over `link`.
+    The weights are copied to rank 0's host memory in chunks. Then rank 0 computes checksums while it
+    sends the chunks before: back to its GPU, and over `link`.
     """
     verbs = num_bytes / GPU_CHUNK_BYTES * driver.verb_seconds
     sent = num_bytes / driver.pcie + num_bytes / link + verbs

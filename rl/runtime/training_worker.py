@@ -60,7 +60,7 @@ from rl.runtime.verb_table import (
     merge_by_index,
     verb,
 )
-from rl.runtime.weight_sync import WeightSnapshot, copy_to_host
+from rl.runtime.weight_sync import WeightSnapshot
 from rl.sampler import Decoder
 from rl.types import (
     AdamParams,
@@ -466,12 +466,16 @@ class TrainingWorker(SamplingWorker):
             return WeightSnapshot(model_id, spec, base_key, 0, {})
         # the base is rounded to bf16 or 4 bit, while samplers read the original from its folder
         send_base = is_first and self._choose_base_dtype(spec) != "fp32"
-        tensors = {
-            name: copy_to_host(tensor.detach().to((dtypes or {}).get(name, tensor.dtype)))
+        named = (
+            (name, tensor.detach().to((dtypes or {}).get(name, tensor.dtype)))
             for name, tensor in learner.iter_weights(frozen=send_base)
             if collectives.rank() == 0
-        }
-        return WeightSnapshot(model_id, spec, base_key, learner.version, tensors)
+        )
+        snapshot = WeightSnapshot(model_id, spec, base_key, learner.version, {})
+        if not is_first and dtypes is not None:
+            return snapshot.cut(named)
+        # the samplers choose the dtypes before chunks are cut
+        return replace(snapshot, tensors={name: t.to("cpu", copy=True) for name, t in named})
 
     @verb()
     def wait_for_verbs(self) -> None:

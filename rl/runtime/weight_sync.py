@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
@@ -32,6 +32,10 @@ TRANSFER_SHARE = 0.5  # of the samplers' time while weights are sent and streams
 MAX_CHUNKS = 32  # of a round: those of two rounds are in host memory
 CONVERT_ELEMENTS = 2**20  # elements of a tensor that are converted at a time
 ROW_BYTES, CHECKSUM_ROWS = 4096, 1024  # the checksum reads at most 4 MiB of a chunk
+HASH_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # of Fibonacci hashing: 2^64 over the golden ratio
+
+# (name, byte offset in the tensor, number of bytes) of each part of a chunk, and its bytes (uint8)
+ChunkPayload = tuple[Sequence[tuple[str, int, int]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class WeightSnapshot:
     """Hold a copy of a model's weights, unsharded and in host memory. `base_key`: what its base is
     loaded from (base, tokenizer, seed). The manifest of a transfer is a snapshot whose tensors
     have a shape and a dtype and no data (device meta).
+
+    `payloads`: the bytes of the chunks, if they are cut. The tensors are on device meta then.
     """
 
     model_id: int
@@ -46,15 +52,31 @@ class WeightSnapshot:
     base_key: BaseKey
     version: int
     tensors: Mapping[str, Tensor]
+    payloads: Sequence[ChunkPayload] | None = None
+
+    def cut(self, named: Iterable[tuple[str, Tensor]]) -> WeightSnapshot:
+        """Return the snapshot of these tensors, copied from any device into payloads."""
+        manifest: dict[str, Tensor] = {}
+
+        def record() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in named:
+                manifest[name] = tensor.to("meta")
+                yield name, tensor
+
+        payloads = list(cut_payloads(record()))
+        return replace(self, tensors=manifest, payloads=payloads)
 
     def make_manifest(self) -> WeightSnapshot:
-        """Return the snapshot without the data of its tensors."""
-        return replace(self, tensors={name: t.to("meta") for name, t in self.tensors.items()})
+        """Return the snapshot without its data."""
+        tensors = {name: t.to("meta") for name, t in self.tensors.items()}
+        return replace(self, tensors=tensors, payloads=None if self.payloads is None else ())
 
     def find_narrower_dtypes(self, decoder: Decoder) -> dict[str, torch.dtype]:
         """Return by name the dtype of tensors that this decoder stores in fewer bytes. They are
-        rounded before they are sent, with the same result.
+        rounded before they are sent, with the same result. If the chunks are cut, there are none.
         """
+        if self.payloads is not None:
+            return {}
         dtypes = {name: decoder.dtype_of(name) for name in self.tensors}
         return {
             name: dtype
@@ -70,27 +92,14 @@ class WeightSnapshot:
     def iter_chunks(
         self, size: int | None = None, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> Iterator[WeightChunk]:
-        """Yield the bytes of all tensors in order, at most `size` bytes in each chunk. `dtypes`: by
-        name, the dtype of tensors that are sent in another dtype.
+        """Yield the bytes of all tensors in order. If they are not cut yet: at most `size` bytes in
+        each chunk, and in `dtypes`, by name, the tensors that are sent in another dtype.
         """
-        size = size or _get_chunk_bytes()
-        pieces: list[tuple[str, int, Tensor]] = []
-        space = size
-        for name, tensor in self.tensors.items():
-            flat, dtype = tensor.reshape(-1), (dtypes or {}).get(name, tensor.dtype)
-            # converting a whole embedding would delay the streams
-            step = max(1, len(flat)) if dtype == tensor.dtype else CONVERT_ELEMENTS
-            for low in range(0, len(flat), step):
-                raw, offset = view_bytes(flat[low : low + step].to(dtype)), 0
-                while offset < len(raw):
-                    piece = raw[offset : offset + space]
-                    pieces.append((name, low * dtype.itemsize + offset, piece))
-                    offset, space = offset + len(piece), space - len(piece)
-                    if space == 0:
-                        yield WeightChunk.from_pieces(pieces)
-                        pieces, space = [], size
-        if pieces:
-            yield WeightChunk.from_pieces(pieces)
+        payloads: Iterable[ChunkPayload] | None = self.payloads
+        if payloads is None:
+            payloads = cut_payloads(self.tensors.items(), size, dtypes)
+        for parts, payload in payloads:
+            yield WeightChunk(parts, _compute_checksum(parts, payload), payload)
 
 
 class TransferSchedule:
@@ -136,19 +145,6 @@ class WeightChunk:
     parts: Sequence[tuple[str, int, int]]
     checksum: int
     payload: Tensor | None = None
-
-    @classmethod
-    def from_pieces(cls, pieces: Sequence[tuple[str, int, Tensor]]) -> WeightChunk:
-        """Return a chunk of (name, byte offset, uint8 [bytes]), in memory that a GPU copies from. A
-        single piece is not copied, if 64-bit words may begin where it begins.
-        """
-        parts = [(name, offset, len(raw)) for name, offset, raw in pieces]
-        payload = pieces[0][2]
-        if len(pieces) > 1 or payload.storage_offset() % 8:
-            size = sum(length for *_, length in parts)
-            payload = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-            torch.cat([raw for *_, raw in pieces], out=payload)
-        return cls(parts, _compute_checksum(parts, payload), payload)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightChunk, (self.parts, self.checksum)
@@ -333,25 +329,55 @@ def view_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def copy_to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory. It is pinned if there is a GPU, which copies to memory that is
-    not pinned several times slower.
+def cut_payloads(
+    named: Iterable[tuple[str, Tensor]],
+    size: int | None = None,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Iterator[ChunkPayload]:
+    """Copy the bytes of all tensors, on any device, to host memory in order. Yield them by `size`
+    bytes. `dtypes`: by name, the dtype to which tensors are converted.
+
+    The memory is pinned if there is a GPU, which copies several times slower otherwise. Torch keeps
+    pinned blocks of a power of two for later use. All blocks have the size of a chunk, so that
+    snapshots use the same.
     """
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=torch.cuda.is_available())
-    return copy.copy_(tensor)
+    size, cuda = size or _get_chunk_bytes(), torch.cuda.is_available()
+    parts: list[tuple[str, int, int]] = []
+    for name, tensor in named:
+        flat, dtype = tensor.reshape(-1), (dtypes or {}).get(name, tensor.dtype)
+        # converting a whole embedding would delay the streams
+        step = max(1, len(flat)) if dtype == tensor.dtype else CONVERT_ELEMENTS
+        for low in range(0, len(flat), step):
+            raw, offset = view_bytes(flat[low : low + step].to(dtype)), 0
+            while offset < len(raw):
+                if not parts:
+                    payload, filled = torch.empty(size, dtype=torch.uint8, pin_memory=cuda), 0
+                piece = raw[offset : offset + size - filled]
+                payload[filled : filled + len(piece)] = piece
+                parts.append((name, low * dtype.itemsize + offset, len(piece)))
+                offset, filled = offset + len(piece), filled + len(piece)
+                if filled == size:
+                    yield parts, payload
+                    parts = []
+    if parts:
+        yield parts, payload[:filled]
 
 
 def _compute_checksum(parts: Sequence[tuple[str, int, int]], payload: Tensor) -> int:
     """Return a checksum of names, offsets and lengths, and of the bytes, which a GPU computes too:
-    the sums of rows of 4 KiB as 64-bit words, times the places of the rows, modulo 2^64, and the
-    last bytes.
+    the sum of 64-bit words in rows of 4 KiB, each times a number of its row and column, modulo
+    2^64, and the last bytes. A changed word is always found, two swapped words nearly always.
 
     Of more than CHECKSUM_ROWS rows only every n-th is read, as for a GPU rank 0 takes longer to
     read a chunk than to send it. With n = 4 a wrong range of more than 12 KiB is found.
     """
-    rows = len(payload) // ROW_BYTES
-    words = payload[: rows * ROW_BYTES].view(torch.int64).view(rows, ROW_BYTES // 8)
-    sums = words[:: max(1, -(-rows // CHECKSUM_ROWS))].sum(1)
-    total = (sums * torch.arange(1, len(sums) + 1, device=payload.device)).sum()
+    rows, columns = len(payload) // ROW_BYTES, ROW_BYTES // 8
+    words = payload[: rows * ROW_BYTES].view(torch.int64).view(rows, columns)
+    words = words[:: max(1, -(-rows // CHECKSUM_ROWS))]
+    # a word's number, that of its column plus that of its row, is odd: w * n differs for every w
+    places = torch.arange(1, columns + len(words) + 1, device=payload.device)
+    numbers = (places * HASH_FACTOR >> 8) | 1
+    total = (words.sum(0) * numbers[:columns]).sum()
+    total += (words.sum(1) * numbers[columns:] * 2).sum()
     rest = zlib.crc32(payload[rows * ROW_BYTES :].cpu().numpy().tobytes())
     return zlib.crc32(f"{list(parts)} {int(total)} {rest}".encode())

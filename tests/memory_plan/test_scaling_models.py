@@ -230,12 +230,23 @@ def test_the_table_is_what_the_model_gives_and_meets_its_targets():
 
 
 def test_seconds_of_a_transfer_by_hand():
-    """32 chunks cross PCIe to the host, then are cut or sent, whichever takes longer."""
+    """32 chunks cross PCIe to the host, then get checksums or are sent, whichever takes longer."""
     rates = scaling.DriverRates(pcie=2.0**25, chunk_rate=2.0**26, verb_seconds=0.5)
     num_bytes = 32 * 2**24
     assert scaling.transfer_seconds(num_bytes, 2.0**27, rates) == 16 + (16 + 4 + 16)
     slow = replace(rates, chunk_rate=2.0**23)
     assert scaling.transfer_seconds(num_bytes, 2.0**27, slow) == 16 + 64
+
+
+def test_the_rates_of_a_transfer_are_the_slowest_of_the_measurement():
+    """bench/weight_chunks.py writes them. The model rounds them to the slower side, by 5% at most."""
+    table = (REPO / "bench" / "results" / "weight_chunks.csv").read_text().splitlines()
+    measured, rates = list(csv.DictReader(table)), scaling.DriverRates()
+    assert {int(row["chunk_mib"]) * 2**20 for row in measured} == {scaling.GPU_CHUNK_BYTES}
+    slowest = min(1e9 * float(row["checksum_gb_per_s"]) for row in measured)
+    assert 0.95 * slowest <= rates.chunk_rate <= slowest
+    longest = max(1e-3 * float(row["verb_ms"]) for row in measured)
+    assert longest <= rates.verb_seconds <= 1.05 * longest
 
 
 def test_a_batch_is_sent_in_shares():

@@ -16,8 +16,10 @@ from types import SimpleNamespace
 import pytest
 import test_memory_plan
 import torch
+from helpers import make_worker
 from rank_server import REPO, shared_ranks
 from test_asynchronous import ENVIRONMENT, metrics, same
+from torch.overrides import TorchFunctionMode
 
 from rl.algorithms import METHODS
 from rl.algorithms.grpo import variant_settings
@@ -142,14 +144,89 @@ def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(lost):
         name, at, length = good.parts[0]
         changed, swapped = good.payload.clone(), good.payload.roll(length // 2)
         changed[length // 2 :][:12288] += 1
+        damaged = [changed, swapped]
+        # two words of 8 bytes, of rows that are read: neighbours, and mirrored at the diagonal
+        step = 4096 * -(-(size // 4096) // weight_sync.CHECKSUM_ROWS)
+        for first, second in ((0, 8), (8, step)) if weights is large else ((0, 8),):
+            words = good.payload.clone()
+            words[first : first + 8] = good.payload[second : second + 8]
+            words[second : second + 8] = good.payload[first : first + 8]
+            damaged.append(words)
         for parts, payload in (
-            ([(name, at, length)], changed),
-            ([(name, at, length)], swapped),
+            *(([(name, at, length)], payload) for payload in damaged),
             ([(name, at + 1, length)], good.payload),
             ([("half", at, length)], good.payload),
         ):
             with pytest.raises(RuntimeError, match="were corrupted in transfer"):
                 make_weight_transfer(weights).receive(WeightChunk(parts, good.checksum, payload))
+
+
+def test_chunks_that_are_cut_at_the_snapshot_are_the_weights(monkeypatch):
+    """They cross as they are cut, even if the sampler keeps fewer bytes."""
+    monkeypatch.setattr(weight_sync, "_get_chunk_bytes", lambda: 64)
+    sent = staged()
+    cut = replace(sent, tensors={}).cut(iter(sent.tensors.items()))
+    narrow = SimpleNamespace(dtype_of=lambda name: torch.bfloat16)
+    assert sent.make_manifest().find_narrower_dtypes(narrow)
+    assert not cut.make_manifest().find_narrower_dtypes(narrow)
+    assert not cut.make_manifest().payloads
+    here, chunks = make_weight_transfer(cut), list(cut.iter_chunks())
+    assert all(chunk.payload is cut.payloads[i][1] for i, chunk in enumerate(chunks))
+    for chunk in chunks:
+        here.receive(chunk)
+    here.check_complete()
+    assert here.decoder.loaded.keys() == sent.tensors.keys()
+    for name, tensor in sent.tensors.items():
+        assert torch.equal(here.decoder.loaded[name], tensor), name
+
+
+class PinnedBlocks(TorchFunctionMode):
+    """Record the sizes of the blocks that torch would pin: powers of two. Nothing is pinned."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        pinned = kwargs.pop("pin_memory", False)
+        result = func(*args, **kwargs)
+        if pinned:
+            self.sizes.append(1 << (result.nbytes - 1).bit_length())
+        return result
+
+
+def test_pinned_memory_holds_the_weights_once(monkeypatch):
+    """Torch keeps pinned blocks, so all are of the size of a chunk, which the next snapshot uses
+    again. The first snapshot, in the learner's dtype, is not pinned.
+    """
+    learner = make_worker()
+    weights = dict(learner.learners[0].iter_weights())
+    narrow = dict.fromkeys(list(weights)[::2], torch.bfloat16)
+    num_bytes = sum(t.numel() * narrow.get(name, t.dtype).itemsize for name, t in weights.items())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(weight_sync, "GPU_CHUNK_BYTES", 4096)
+    with PinnedBlocks() as pinned:
+        first = learner.take_snapshot(0, True, {})
+        assert not pinned.sizes
+        for _ in first.iter_chunks(dtypes=narrow):
+            assert set(pinned.sizes) == {4096}, "a chunk is in memory that a GPU copies fast"
+        pinned.sizes.clear()
+        later = learner.take_snapshot(0, False, narrow)
+        sent = sum(chunk.num_bytes for chunk in later.iter_chunks())
+    assert sent == num_bytes > 10 * 4096
+    assert set(pinned.sizes) == {4096} and sum(pinned.sizes) < num_bytes + 4096
+    with torch.no_grad():
+        before = {name: t.clone() for name, t in weights.items()}
+        for tensor in weights.values():
+            tensor.zero_()  # the learner goes on while the snapshot is sent
+    here = make_weight_transfer(later)
+    for chunk in later.iter_chunks():
+        here.receive(chunk)
+    here.check_complete()
+    for name, tensor in before.items():
+        rounded = tensor.to(narrow.get(name, tensor.dtype))
+        assert torch.equal(here.decoder.loaded[name], rounded), name
 
 
 def test_the_verb_of_a_chunk_holds_no_weights():
@@ -599,6 +676,7 @@ FAULTY = """
 import runpy, sys
 sys.path.insert(0, {repo!r})
 from types import SimpleNamespace
+import torch
 from rl.runtime import weight_sync
 real = weight_sync.WeightTransfer.receive
 def receive(self, chunk):
@@ -606,8 +684,9 @@ def receive(self, chunk):
         self.decoder = SimpleNamespace(load_=lambda named: None)
     elif {fault!r} == "a tensor is left out":
         raws = chunk.payload.split([length for *_, length in chunk.parts])
-        pieces = [(name, at, raw) for (name, at, _), raw in zip(chunk.parts, raws)]
-        chunk = weight_sync.WeightChunk.from_pieces([piece for piece in pieces if "layers.1.mlp.down_proj" not in piece[0]])
+        pairs = [pair for pair in zip(chunk.parts, raws) if "layers.1.mlp.down_proj" not in pair[0][0]]
+        parts, payload = [part for part, _ in pairs], torch.cat([raw for _, raw in pairs])
+        chunk = weight_sync.WeightChunk(parts, weight_sync._compute_checksum(parts, payload), payload)
     real(self, chunk)
 def end_transfer(self, version_id):
     self.transfers[version_id].decoder = self.models[self.transfers[version_id].manifest.model_id].decoders[0]
