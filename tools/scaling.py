@@ -86,7 +86,7 @@ class DriverRates:
     many machines `reward_workers` workers each compute rewards; 0: on all. `score_seconds`: rank 0's
     own time for an answer, as bench/reward_machines.py measures it. `bytes_per_token`,
     `pack_seconds` and `unpack_seconds` (per token) describe a batch on its way to the ranks.
-    `chunk_rate` and `verb_seconds` are what bench/weight_chunks.py measures on a CPU, rounded.
+    `chunk_rate` and `verb_seconds` are what tools/weight_chunks.py measures on a CPU, rounded.
     """
 
     reward_seconds: float = 0.005

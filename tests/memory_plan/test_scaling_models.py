@@ -239,7 +239,7 @@ def test_seconds_of_a_transfer_by_hand():
 
 
 def test_the_rates_of_a_transfer_are_the_slowest_of_the_measurement():
-    """bench/weight_chunks.py writes them. The model rounds them to the slower side, by 5% at most."""
+    """tools/weight_chunks.py writes them. The model rounds them to the slower side, by 5% at most."""
     table = (REPO / "bench" / "results" / "weight_chunks.csv").read_text().splitlines()
     measured, rates = list(csv.DictReader(table)), scaling.DriverRates()
     assert {int(row["chunk_mib"]) * 2**20 for row in measured} == {scaling.GPU_CHUNK_BYTES}

@@ -1,6 +1,6 @@
 """Measure the work of rank 0 for the chunks in which it sends weights to sampler ranks.
 
-    python bench/weight_chunks.py      # results/weight_chunks.csv: about a minute, five rows
+    python tools/weight_chunks.py      # results/weight_chunks.csv: about a minute, five rows
 
 `checksum_gb_per_s`: two layers of a 7B in bf16, by the CPU time of one thread. `verb_ms`: the tenth
 percentile of the times of a chunk's verb to another process over gloo, with 8 bytes of weights.
