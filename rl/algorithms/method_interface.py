@@ -522,4 +522,5 @@ class ReferenceMethod(OnlineMethod):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
-        self.kl.coefficient = state["kl_coef"]
+        if self.kl.target is not None:  # otherwise the settings determine the coefficient
+            self.kl.coefficient = state["kl_coef"]

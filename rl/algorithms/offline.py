@@ -38,7 +38,7 @@ from rl.config import (
 from rl.data import LengthLimits
 from rl.errors import UserError
 from rl.renderers import renderer_for_row
-from rl.rollout import supervised_datum
+from rl.rollout import has_signal, supervised_datum
 from rl.types import Datum, Problem, StoredAnswer, experts_from_text
 
 
@@ -183,6 +183,11 @@ class OfflineOptions:
         return self.baseline == "learned" and self.loss_spec.subtracts_baseline
 
     @property
+    def subtracts_group_mean(self) -> bool:
+        """Return whether the baseline of the rewards is the mean of the problem's answers."""
+        return self.baseline == "group" and self.loss_spec.subtracts_baseline
+
+    @property
     def learns_value(self) -> bool:
         """Return whether a value head is trained."""
         return self.loss_spec.learns_value or self.subtracts_value
@@ -231,10 +236,11 @@ class Offline(Method):
         return {"beginning": factory.defer_initial_policy()}
 
     def describe_data(self, problems: Iterable[Problem], renderer: Any) -> str | None:
-        """Return a message about the answers without behavior logprobs and the answers without
-        recorded experts, or None.
+        """Return a message about the answers without behavior logprobs, those without recorded
+        experts, and the problems whose group baseline leaves no advantage, or None.
         """
-        answers = [answer for row in problems for answer in row.answers]
+        rows = list(problems)
+        answers = [answer for row in rows for answer in row.answers]
         messages = []
         unrecorded = sum(answer.experts is None for answer in answers)
         if self.settings.model.router_replay and unrecorded:
@@ -251,6 +257,13 @@ class Offline(Method):
             )
             messages.append(
                 f"{subject} no logprobs: the initial policy scores them, as if it had sampled them"
+            )
+        equal = sum(not has_signal([answer.reward for answer in row.answers]) for row in rows)
+        if self.options.subtracts_group_mean and equal:
+            messages.append(
+                f"{equal} of {len(rows)} problems have a single stored answer or equal rewards, so "
+                "their advantages are 0 with baseline group: --baseline learned compares answers "
+                "to different problems"
             )
         return "; ".join(messages) or None
 

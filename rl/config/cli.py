@@ -7,7 +7,7 @@ imports nothing slow, so that help appears at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -62,22 +62,31 @@ def read_run(
 def override_settings(
     sections: Sequence[Any],
     words: Sequence[str],
-    script_flags: Collection[str] = (),
+    script_flags: Mapping[str, Any] = MappingProxyType({}),
     overrides: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Any, ...]:
     """Return the settings `sections` with the values of `overrides`, and the flags in `words` over
     them. Settings of `sections` that then have no effect return to their defaults.
 
-    `script_flags`: other flags of the calling script. They set nothing here, but an error may
-    suggest them for a misspelled flag ("did you mean"). Raises SettingsError if a flag is unknown
-    or its value is invalid.
+    `script_flags`: values of the calling script's own flags; None: the settings decide. They set
+    nothing here, but an error may suggest them for a misspelled flag ("did you mean"). Raises
+    SettingsError if a flag is unknown, its value is invalid, or the script would ignore it, as its
+    own flag in another spelling.
     """
     problems: list[str] = []
     extra_words, flags = split_flags(words, problems)
     problems += [f"{word!r} is not expected: flags begin with two dashes" for word in extra_words]
     classes: list[Any] = [type(section) for section in sections]
-    known = {*script_flags, *(key for cls in classes for key in get_fields(cls))}
+    table = {key for cls in classes for key in get_fields(cls)}
+    known = {*script_flags, *table}
     flag_values = resolve_flags(flags, known, problems)[None]
+    for key, raw in [*flag_values.items()]:
+        is_read = key in table and script_flags.get(key) is None and not raw.is_negated
+        if key in script_flags and not is_read:
+            flag = f"{'-' if len(key) == 1 else '--'}{key.replace('_', '-')}"
+            hint = f"; did you mean {flag}?" if flag != raw.place else ""
+            problems.append(f"{raw.place}: no such setting{hint}")
+            del flag_values[key]
     changed = {name: to_raw_value(value, f"--{name}") for name, value in overrides.items()}
     built = []
     for section, cls in zip(sections, classes, strict=True):

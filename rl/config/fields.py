@@ -100,13 +100,14 @@ class Source(enum.Enum):
 @dataclass(frozen=True)
 class RawValue:
     """Hold a value as written: its words, and its place ("--learning-rate" or "recipes/a.yaml line
-    4, learning_rate"). `sources` is set when the sources are merged; only environment_settings
-    and template can have several.
+    4, learning_rate"). `is_negated`: written as --no-NAME. `sources` is set when the sources are
+    merged; only environment_settings and template can have several.
     """
 
     words: tuple[str, ...]
     place: str
     is_null: bool = False
+    is_negated: bool = False
     sources: frozenset[Source] = frozenset()
 
     @property
@@ -241,6 +242,10 @@ def convert_value(field: SettingField, raw: RawValue) -> Any:
     the raw value is invalid.
     """
     spec = field.spec
+    if raw.is_negated and not field.is_switch:
+        flag = raw.place[: -len(field.name) - 3] + raw.place[-len(field.name) :]  # without no-
+        remedy = f"; {flag} None unsets it" if "None" in spec.metavar else ""
+        raise ValueError(f"{raw.place}: {field.name} is no switch{remedy}")
     words = list(raw.words)
     wrong = (
         f"{raw.place}: {raw.display_text or 'nothing'} is not "

@@ -193,7 +193,7 @@ def resolve_flags(
         if key not in available and key.startswith("no_") and key[3:] in available:
             if raw.words:
                 problems.append(f"{raw.place}: takes no value, got {raw.display_text}")
-            key, raw = key[3:], RawValue(("False",), raw.place)
+            key, raw = key[3:], RawValue(("False",), raw.place, is_negated=True)
         if is_setting(key, available):
             resolved[stage][key] = raw
             continue

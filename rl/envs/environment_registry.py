@@ -270,7 +270,7 @@ def parse_environment(name: str, settings: Sequence[tuple[str, str]]) -> Environ
                 continue
             values[key] = RawValue(words, f"--environment.{key}")
         elif key.startswith("no_") and key[3:] in fields and text == "True":
-            values[key[3:]] = RawValue(("False",), f"--environment.{key}")
+            values[key[3:]] = RawValue(("False",), f"--environment.{key}", is_negated=True)
         elif takes_any:
             texts[key] = text
         else:

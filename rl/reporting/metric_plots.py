@@ -218,12 +218,13 @@ def collect_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 def group_curves(curves: Sequence[RunCurve], groups: Sequence[int], axis: str) -> list[RunCurve]:
     """Return the curves on an axis; runs with the same number in `groups` as mean and band. Runs
-    that have just started, without rows, are left out of a mean.
+    that have just started, without rows or with step 0 alone, are left out of a mean.
     """
     result = []
     for number in dict.fromkeys(groups):
         members = [c for c, group in zip(curves, groups, strict=True) if group == number]
-        members = [member for member in members if member.rows] or members[:1]
+        started = [c for c in members if any(row["step"] > 0 for row in c.rows)]
+        members = started or [c for c in members if c.rows] or members[:1]
         label, rows = members[0].label, [member.rows for member in members]
         places = [collect_axes(item)[axis] for item in rows]
         if len(members) == 1:  # the positions on the axis in the place of the steps

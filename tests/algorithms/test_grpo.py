@@ -207,6 +207,17 @@ def test_kl_is_off_until_a_reference_is_named():
     assert coefficient(kl_target=0.1) == (True, 0.0)
 
 
+@pytest.mark.parametrize(("before", "now", "used"), [
+    ({}, {"reference_model": "x"}, 0.1),
+    ({"kl_coef": 0.1}, {}, 0.0),
+    ({"kl_coef": 0.3, "kl_target": 0.1}, {"kl_coef": 0.2, "kl_target": 0.1}, 0.3),
+])  # fmt: skip
+def test_only_an_adapted_kl_coefficient_is_restored(before, now, used):
+    first, second = (GRPO(GrpoSettings(kl=KlSettings(**kl))) for kl in (before, now))
+    second.load_state(first.state())
+    assert second.kl.coefficient == used
+
+
 # ----------------------------------------------------------------------------------------- variants
 
 

@@ -241,8 +241,21 @@ def test_group_baseline_and_stored_or_scored_behaviour():
     assert text is not None and text.startswith(
         "1 of 2 stored answers have no logprobs: the initial policy scores them"
     )
+    assert "baseline" not in text
     best = OfflineSettings(offline=OfflineOptions(loss="bc", top_fraction=0.5))
     assert Offline(best).describe_data([row], None) is None
+
+
+def test_problems_whose_group_baseline_leaves_no_advantage_are_counted():
+    equal = [Problem([], answers=(StoredAnswer(1.0, **TOKENS),) * n) for n in (1, 2)]
+    mixed = Problem([], answers=tuple(StoredAnswer(reward, **TOKENS) for reward in (0.0, 1.0)))
+    text = Offline(OfflineSettings()).describe_data(equal, None)
+    assert text is not None and text.startswith("2 of 2 problems have a single stored answer")
+    text = Offline(OfflineSettings()).describe_data([*equal, mixed], None)
+    assert text is not None and text.startswith("2 of 3 problems")
+    for options in ({"baseline": "learned"}, {"baseline": "none"}, {"loss": "ilql"}):
+        settings = OfflineSettings(offline=OfflineOptions(**options))
+        assert Offline(settings).describe_data(equal, None) is None
 
 
 @pytest.mark.parametrize(("options", "expected"), [

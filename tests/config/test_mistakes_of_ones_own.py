@@ -8,6 +8,7 @@ from rl.algorithms import METHODS
 from rl.config import (
     DataSettings,
     RunSettings,
+    SamplingSettings,
     SettingsError,
     override_settings,
     parse_run,
@@ -60,6 +61,22 @@ def test_a_mistyped_flag_of_a_script_is_recognised():
     assert error.value.problems == [
         f"{typed}: no such setting; did you mean {flag}?" for typed, flag in meant.items()
     ]
+
+
+def test_a_flag_of_a_script_in_another_spelling_is_not_ignored():
+    script_flags = {"n": 1, "trust_run": False, "top_k": -1, "max_tokens": None, "weights": "w"}
+    sections = (SamplingSettings(),)
+    with pytest.raises(SettingsError) as error:
+        words = ["--n", "4", "--trust_run", "--top_k", "5", "--weights", "x", "--no-max-tokens"]
+        override_settings(sections, words, script_flags)
+    meant = {"--n": "-n", "--trust_run": "--trust-run", "--top_k": "--top-k"}
+    assert error.value.problems == [
+        *(f"{typed}: no such setting; did you mean {flag}?" for typed, flag in meant.items()),
+        "--weights: no such setting",
+        "--no-max-tokens: no such setting; did you mean --max-tokens?",
+    ]
+    # the script reads this one from the settings
+    assert override_settings(sections, ["--max_tokens", "5"], script_flags)[0].max_tokens == 5
 
 
 def test_several_held_out_sets_are_told_each():

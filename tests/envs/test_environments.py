@@ -724,6 +724,8 @@ def test_environments_are_found_by_name_and_address(write):
     assert spec.settings == {"size": 3, "on": True} and spec.address == f"{file}:Mine"
     spec = parse_environment(f"{file}:Mine", [("size", "3"), ("no_on", "True")])
     assert spec.settings["on"] is False
+    with pytest.raises(SettingsError, match="--environment.no_size: size is no switch$"):
+        parse_environment(f"{file}:Mine", [("no_size", "True")])
     with pytest.raises(UserError) as error:
         parse_environment(f"{file}:Mine", [("sizes", "x"), ("on", "maybe")])
     text = str(error.value)

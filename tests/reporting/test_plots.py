@@ -280,6 +280,12 @@ def test_runs_that_have_just_started_hide_no_curve(tmp_path):
     curves = [metric_plots.read_curve(folder) for folder in folders]
     mean, other = metric_plots.group_curves(curves, [0, 0, 0, 1], "steps")
     assert mean.label == "mean of 2: run1 ..." and len(mean.rows) == 21 and not other.rows
+    first = {**curves[1].rows[0], "step": 0}
+    evaluated = metric_plots.RunCurve("evaluated", [first])  # before its first step
+    (mean,) = metric_plots.group_curves([evaluated, *curves[1:3]], [0, 0, 0], "steps")
+    assert mean.label == "mean of 2: run1 ..." and len(mean.rows) == 21
+    (alone,) = metric_plots.group_curves([curves[0], evaluated], [0, 0], "steps")
+    assert alone.label == "evaluated" and alone.rows == [first]
 
 
 def make_config(options: dict[str, Any], **settings: Any) -> dict[str, Any]:

@@ -283,6 +283,10 @@ def test_what_is_wrong_with_it_is_said(flags, problem, tmp_path):
     ("grpo --loss_type dapo", "it is called --variant here"),
     ("sft --loss_type nll", "(it is called --variant here, a setting of grpo, reinforce)"),
     ("sft --actor.use_kl_loss True", "a setting of grpo, reinforce, ppo"),
+    ("ppo --cliprange 0.2", "it is called --clip here"),
+    ("grpo --cliprange 0.2", "it is called --clip-low here"),
+    ("ppo --vf-coef 0.1", "it is called --value-coef here"),
+    ("ppo --lam 0.9", "it is called --gae-lambda here"),
     ("sft --beta 0.1", "of this run (it is a setting of online_dpo, dpo"),
 ])  # fmt: skip
 def test_commands_in_the_manner_of_other_libraries_are_answered(words, expected):

@@ -90,7 +90,9 @@ function buildTraces(metrics, axis, window, seeds) {
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push({ ...points, run, colour: pickColour(seeds ? run.group : i) });
   });
-  for (const members of groups.values()) {
+  for (const group of groups.values()) {
+    const started = group.filter((points) => points.steps.some((step) => step > 0));
+    const members = started.length ? started : group;
     const { colour, run } = members[0];
     if (members.length > 1) {
       const average = averageSeeds(members);
