@@ -53,7 +53,9 @@ def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_to_an_engine_in_many_workloads(kind):
     result = run_seeds(kind, range(100, 120))
-    assert result["compared"] > 600 and result["cached"] > 600, result
+    # requests of different adapters share no blocks
+    least = 200 if kind.endswith("adapters") else 600
+    assert result["compared"] > 600 and result["cached"] > least, result
 
 
 @pytest.mark.campaign

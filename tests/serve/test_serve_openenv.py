@@ -129,8 +129,10 @@ def test_openais_client_gets_answers_streams_and_refusals(sdk_results):
     prompt = renderer.build_generation_prompt([{"role": "user", "content": "Hello?"}])
     params = SamplingParams(max_tokens=6, seed=4, stop=renderer.get_stop_sequences())
     reference = desk.sample(prompt, 2, params).result().sequences
-    whole = [[tokens, logprobs] for _, tokens, logprobs in actual["whole"]]
-    assert whole == [[item.tokens, item.logprobs] for item in reference]
+    # other requests may share the server's batch: the logprobs agree up to float32's rounding
+    for (_, tokens, logprobs), item in zip(actual["whole"], reference, strict=True):
+        assert tokens == item.tokens
+        np.testing.assert_allclose(logprobs, item.logprobs, rtol=0, atol=2e-6)
     assert actual["stream"] == [text for text, _, _ in actual["whole"]]
     assert actual["stream_usage"] == actual["usage"]
     assert actual["stream_final"] == actual["whole"][0][0]
