@@ -244,10 +244,7 @@ class SamplingSettings:
         )
         for name, feature in features.items():
             if (reason := find_conflict((features["sampler"], feature))) is not None:
-                message = f"{reason} (got {name} {getattr(self, name)})"
-                if self.sampler == "vllm":
-                    raise UnusedSettingError(name, message)
-                raise ValueError(message)
+                raise UnusedSettingError(name, f"{reason} (got {name} {getattr(self, name)})")
         require(
             self,
             ("sampler_url", "sampler_folder", "sampler_timeout"),

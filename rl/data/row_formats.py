@@ -476,13 +476,14 @@ def read_messages(value: Any, name: str) -> list[Message]:
             raise BadRow(f"{where} is not {{'role': ..., 'content': ...}}: {str(message)[:60]!r}")
         if not message["role"].strip():
             raise BadRow(f"{where} has an empty role")
-        # In a table the arguments of a call have the keys of all calls.
-        calls = _without_nulls(message.get("tool_calls"))
+        calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
             raise BadRow(
                 f"{where} has tool_calls that are no list of calls (function: name, arguments): "
                 f"{str(calls)[:60]!r}"
             )
+        # In a table the arguments of a call have the keys of all calls.
+        calls = _without_nulls(calls)
         if not isinstance(message.get("reasoning_content"), (str, type(None))):
             raise BadRow(
                 f"{where} has a reasoning_content that is no text: "

@@ -318,7 +318,6 @@ class VarlenAttention:
         if self.device is None or self.device.type != "cuda":
             return True
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        shapes = sorted(self.shapes, key=str)
         names = ("torch's varlen attention", "attention with masks")
         shapes = sorted(self.shapes, key=str)
         agrees = all(check_kernels_agree(shape, index, self.dtype, names) for shape in shapes)

@@ -154,7 +154,7 @@ class VerbRouter:
         # by version: verbs that wait for it
         self._pending_versions: dict[int, list[VerbCall]] = {}
         # by model with weights sent to the samplers: the dtypes that the samplers narrow, by name
-        self._sent_models: dict[int, dict[str, torch.dtype]] = {}
+        self._sent_models: dict[int, dict[str, torch.dtype] | None] = {}
         # by version: (model id, version of the learner), and the (temperature,
         # changes_distribution) pairs that were reported to that learner
         self._version_sources: dict[int, tuple[tuple[int, int], set[tuple[float, bool]]]] = {}
@@ -207,7 +207,8 @@ class VerbRouter:
         """Stage the learner's weights and transfer them to the samplers."""
         model_id, version_id = call.arguments
         first = model_id not in self._sent_models
-        dtypes = dict(self._sent_models.setdefault(model_id, {}))
+        known = self._sent_models.setdefault(model_id, None)  # None: no sampler has answered yet
+        dtypes = None if known is None else dict(known)
 
         def forget_if_failed(completed: Future) -> None:
             if completed.exception() is not None:
@@ -292,7 +293,9 @@ class VerbRouter:
         def transfer() -> None:
             try:
                 dtypes = started.result()
-                self._sent_models.get(snapshot.model_id, {}).update(dtypes or {})
+                if (model_id := snapshot.model_id) in self._sent_models:
+                    known = self._sent_models[model_id] or {}
+                    self._sent_models[model_id] = {**known, **(dtypes or {})}
                 self._send_chunks(snapshot.iter_chunks(dtypes=dtypes), version_id)
             except BaseException as error:  # an error in a thread is lost otherwise
                 # this frees the chunks that have arrived

@@ -125,6 +125,8 @@ def test_settings_of_the_run_that_another_reward_does_not_use_are_left_out():
     words = ["--sampler", "vllm", "--sampler-url", "http://localhost:8000"]
     (sampling,) = override_settings((SamplingSettings(sampler_cache="plain"),), words)
     assert (sampling.sampler, sampling.sampler_cache) == ("vllm", "auto")
+    (sampling,) = override_settings((SamplingSettings(sampler_cache="paged"),), ["--sampler", "hf"])
+    assert (sampling.sampler, sampling.sampler_cache) == ("hf", "auto")
 
 
 def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path, monkeypatch, capsys):

@@ -187,13 +187,14 @@ def test_other_models_keep_their_attention():
     model, other = model_of(), model_of("qwen3")
     batch = collate(grouped_datums(), [[0, 1, 2]], "shared", varlen=True)
     padding = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    inputs = {"input_ids": torch.arange(10).view(2, 5), "attention_mask": padding}
+    ids = {"input_ids": torch.arange(10).view(2, 5), "use_cache": False}
+    calls = ({**ids, "attention_mask": padding}, ids)  # the second searches for sequences
     with torch.no_grad():
-        expected = other(**inputs).logits
+        expected = [other(**inputs).logits for inputs in calls]
         with VarlenAttention().use(model, batch.bounds):
             with skip_packing_search(torch.zeros(1, batch.input_ids.shape[1], dtype=torch.int64)):
-                logits = other(**inputs).logits
-    assert torch.equal(logits, expected)
+                logits = [other(**inputs).logits for inputs in calls]
+    assert all(map(torch.equal, logits, expected))
 
 
 def test_keys_are_bounded_by_the_token_budget():

@@ -207,7 +207,7 @@ def test_pinned_memory_holds_the_weights_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(weight_sync, "GPU_CHUNK_BYTES", 4096)
     with PinnedBlocks() as pinned:
-        first = learner.take_snapshot(0, True, {})
+        first = learner.take_snapshot(0, True, None)
         assert not pinned.sizes
         for _ in first.iter_chunks(dtypes=narrow):
             assert set(pinned.sizes) == {4096}, "a chunk is in memory that a GPU copies fast"
@@ -284,7 +284,7 @@ def test_what_names_weights_on_their_way_waits_for_them_and_other_work_does_not(
     far, counter, near = router_parts
     fresh = submit_call(far, "snapshot", 0, 5)
     (verb, arguments, present) = near.pop()
-    assert (verb, arguments) == ("take_snapshot", (0, True, {}))
+    assert (verb, arguments) == ("take_snapshot", (0, True, None))
     waiting = [submit_call(far, "compute_logprobs", 5, []), submit_call(far, "free_version", 5)]
     older = submit_call(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
     assert (
@@ -397,7 +397,7 @@ def test_a_hand_over_that_failed_leaves_nothing_and_the_next_is_whole(router_par
     counter.get_nowait()[1].future.set_exception(RuntimeError("were corrupted in transfer"))
     assert "corrupted in transfer" in str(fresh.exception()) and counter.next() == "free_version 5"
     submit_call(far, "snapshot", 0, 6)
-    assert near.pop()[:2] == ("take_snapshot", (0, True, {})), "what is frozen never came"
+    assert near.pop()[:2] == ("take_snapshot", (0, True, None)), "what is frozen never came"
 
 
 def test_a_model_is_forgotten_after_what_was_staged_of_it(router_parts):

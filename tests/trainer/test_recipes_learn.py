@@ -250,6 +250,8 @@ CASES: dict[str, tuple[Callable[[int, Path], list[str]], tuple[Check, ...]]] = {
 
 def judge(name: str, seed: int, check: Check, run: Run) -> dict[str, Any]:
     """Return the row of a check."""
+    number = os.environ.get("OMP_NUM_THREADS")
+    threads = f"OMP_NUM_THREADS={number} " if number else ""
     before = run.values(check.metric, check.since or check.stage)[0]
     after = run.values(check.metric, check.stage)[-1]
     bar = check.bar if isinstance(check.bar, float) else check.bar(run)
@@ -265,7 +267,7 @@ def judge(name: str, seed: int, check: Check, run: Run) -> dict[str, Any]:
         "passed": reached and (check.since is None or not early),
         "seconds": round(run.seconds, 1),
         "machine": describe_machine(),
-        "command": f"OMP_NUM_THREADS=1 python -m pytest -m campaign {TEST}[{seed}-{name}]",
+        "command": f"{threads}python -m pytest -m campaign {TEST}[{seed}-{name}]",
     }
 
 
