@@ -309,7 +309,8 @@ class VarlenAttention:
         key, value = (gather_keys(x, bounds) for x in (key, value))
         half = device == "cuda" and query.dtype.itemsize == 2
         attend = self.attend or (attend_by_kernel if half else attend_by_loop)
-        return attend(query, key, value, bounds, scaling, sliding_window)[None], None
+        out = attend(query, key, value, bounds, scaling, sliding_window)
+        return out[None].contiguous(), None  # as torch's attention: some models view it
 
     def kernel_agrees(self) -> bool:
         """Return whether the kernel agrees with the loop for all remembered shapes, on all ranks.

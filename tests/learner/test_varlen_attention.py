@@ -150,6 +150,7 @@ def test_a_row_needs_no_mask_and_holds_no_position_twice():
 
 FAMILIES = (
     "llama",
+    "jetmoe",
     "deepseek_v3",
     "gpt2",
     "qwen3",
