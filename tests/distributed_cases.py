@@ -179,7 +179,8 @@ class CaseWorker(TrainingWorker):
     @verb()
     def describe(self, model_id: int) -> dict[str, Any]:
         """Return facts about the launch. `own`: the number of parameters that this rank holds while
-        nothing runs; `bound`: the longest collective timeout in seconds.
+        nothing runs; `second`: of ZeRO-3's second copy inside a machine (hpz); `bound`: the longest
+        collective timeout in seconds.
         """
         backend = self.learners[model_id].backend
         reference = [
@@ -189,6 +190,11 @@ class CaseWorker(TrainingWorker):
         return {
             "processes": self.accelerator.num_processes,
             "own": sum(p.numel() for p in reference),
+            "second": sum(
+                p.ds_secondary_tensor.numel()
+                for p in reference
+                if getattr(p, "ds_secondary_tensor", None) is not None
+            ),
             "bound": max(
                 (
                     pg._get_backend(torch.device("cpu")).options._timeout.total_seconds()
@@ -285,13 +291,14 @@ class Launch:
                 cuts += self.verb("micro_batches", client.model_id, for_loss(part, case.loss))
                 got = self.call(part, case.loss)
                 loss += got.metrics["loss:sum"]
+            launch = self.launch()  # before the update, which drops ZeRO-3's second copy
             gradient, norm = self.look()
             self.results[label + name] = {
                 "gradient": gradient,
                 "norm": norm,
                 "loss": loss,
                 "cuts": cuts,
-                "launch": self.launch(),
+                "launch": launch,
             }
 
     def launch(self) -> dict[str, Any]:

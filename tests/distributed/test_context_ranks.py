@@ -17,6 +17,7 @@ BOUND = 1e-6  # rounding in fp32, relative to the norm of the gradient
 # (launch config, processes, ranks of a group): each config, groups of two and of four, several
 # groups
 LAUNCHES = [
+    ("ddp", 4, 4),
     ("fsdp2", 4, 2),
     ("zero3", 2, 2),
     *(
@@ -24,7 +25,6 @@ LAUNCHES = [
         for launch in [
             ("ddp", 2, 2),
             ("ddp", 4, 2),
-            ("ddp", 4, 4),
             ("fsdp2", 2, 2),
             ("fsdp2", 4, 4),
             ("zero3", 4, 4),

@@ -394,7 +394,11 @@ def test_few_gradients_on_four_processes(name, initial_models, reference_gradien
     results = launch_cases(name, initial_models, tmp_path, "--few")
     assert results.keys() == set(FEW)
     for case, result in results.items():
-        assert result["launch"]["processes"] == 4
+        launch = result["launch"]
+        assert launch["processes"] == 4
+        # each machine of two ranks holds all weights: FSDP2's shards, or ZeRO-3's second copy
+        held = launch["own" if name == "hsdp" else "second"] / launch["parameters"]
+        assert held == pytest.approx(0.5, abs=0.01), case
         gradient, _ = reference_gradients.gradient(GRADIENTS[case].start, GRADIENTS[case].loss)
         assert_same((result["gradient"], result["norm"]), gradient)
 
