@@ -38,7 +38,8 @@ from rl.reporting import list_update_files, read_update_file  # noqa: E402
 BASE = "tiny:ascii"
 NOISE, SFT_ROWS = 0.3, 32_000
 STEPS, BATCH, GROUP, UPDATES = 50, 32, 8, 20  # UPDATES: before `difference` is measured
-TEXTS = "Tom has {a}, buys {b}.;{a} cows, {b} hens.;Ann read {a}, then {b}.;{b} more than {a}?"
+TEXTS = ("Tom has {a}, buys {b}.", "{a} cows, {b} hens.")
+TEXTS += ("Ann read {a}, then {b}.", "{b} more than {a}?")
 SFT = (
     f"sft --base-model {BASE} --data-format columns --response-column response --steps 1500 "
     "--batch-size 64 --learning-rate 3e-3 --schedule cosine --warmup-steps 20 --beta2 0.99 "
@@ -67,7 +68,7 @@ def write_problems(path: Path, count: int, noise: float, seed: int) -> Path:
             total = a + b
             if generator.random() < noise:
                 total = generator.choice([n for n in range(2, 19) if n != total])
-            question = generator.choice(TEXTS.split(";")).format(a=a, b=b)
+            question = generator.choice(TEXTS).format(a=a, b=b)
             row = {"prompt": question, "response": f"#### {total}", "answer": total}
             file.write(json.dumps(row) + "\n")
     return path
