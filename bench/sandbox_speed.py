@@ -97,9 +97,7 @@ def main() -> None:
 
             folders = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/dev", "/proc", sys.base_prefix]
             fenced = sandlock.Sandbox(fs_readable=folders)
-            runs["sandlock by itself, python -c pass"] = lambda number: fenced.run(
-                plain, timeout=20
-            )
+            runs["sandlock by itself, python -c pass"] = lambda _: fenced.run(plain, timeout=20)
         rows = []
         for what, run in runs.items():
             row = measure(what, run, sandbox)

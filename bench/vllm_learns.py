@@ -38,12 +38,8 @@ from rl.reporting import list_update_files, read_update_file  # noqa: E402
 BASE = "tiny:ascii"
 NOISE, SFT_ROWS = 0.3, 32_000
 STEPS, BATCH, GROUP, UPDATES = 50, 32, 8, 20  # UPDATES: before `difference` is measured
-TEXTS = (
-    "Tom has {a}, buys {b}.",
-    "{a} cows, {b} hens.",
-    "Ann read {a}, then {b}.",
-    "{b} more than {a}?",
-)
+TEXTS = ("Tom has {a}, buys {b}.", "{a} cows, {b} hens.")
+TEXTS += ("Ann read {a}, then {b}.", "{b} more than {a}?")
 SFT = (
     f"sft --base-model {BASE} --data-format columns --response-column response --steps 1500 "
     "--batch-size 64 --learning-rate 3e-3 --schedule cosine --warmup-steps 20 --beta2 0.99 "
@@ -171,8 +167,7 @@ def main() -> None:
     measured = {order_row(row) for row in harness.read_table(args.output)}
     with tempfile.TemporaryDirectory(prefix="vllm-learns-") as parent:
         for seed, (number, pair) in itertools.product(args.seeds, enumerate(ORDER)):
-            is_async = "off-policy" in pair[1]  # measured with the first seed alone
-            if (seed, number) not in measured and (seed == args.seeds[0] or not is_async):
+            if (seed, number) not in measured:
                 row = run_grpo((seed, *pair), args.server, Path(parent))
                 harness.show(row)
                 harness.replace_rows(args.output, [row], ("seed", "weights", "sampler"), order_row)

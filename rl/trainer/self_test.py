@@ -28,8 +28,10 @@ from rl.types import Datum, Message, ModelInput, SampledSequence, SamplingParams
 PROBLEMS, ANSWERS, TOKENS = 2, 2, 16
 _PLACEHOLDER_TOKENS = range(3, 9)  # tokens that replace the prompt of an environment
 TOLERANCE = 2e-3  # nats: fp32 rounding over a deep model stays below 1e-4
-# limits with perturbed weights in fp32: nats, and a multiple of the difference before
-PERTURBED_TOLERANCE, PERTURBED_GROWTH = 3e-5, 30
+# limits with perturbed weights in fp32, of which the largest holds: nats, a multiple of the
+# difference before, and a fraction of the mean change. Rounding over ill-conditioned weights took
+# 2e-4 of the change (vLLM, a trained tiny:ascii); the least tensor of such models left out, 1e-2.
+PERTURBED_TOLERANCE, PERTURBED_GROWTH, PERTURBED_FRACTION = 3e-5, 30, 1e-3
 TOLERANCE_BF16 = 0.1  # nats on average; single tokens differ by more
 PERTURBED_FRACTION_BF16 = 0.25  # fraction of the mean change that perturbed weights make
 # of an external sampler: a difference in nats that is counted, and the share of such tokens from
@@ -104,7 +106,7 @@ def self_test(
         report.num_perturbed,
         (learner, read),
         perturbed,
-        min(TOLERANCE, max(PERTURBED_TOLERANCE, PERTURBED_GROWTH * difference)) if exact else None,
+        difference if exact else None,
     )
     reached = _check_gradients(report)
     return (
@@ -260,12 +262,12 @@ def _check_weight_sync(
     num_perturbed: int,
     before: Sequence[np.ndarray],
     perturbed: Sequence[np.ndarray],
-    tolerance: float | None,
+    rounding: float | None,
 ) -> None:
     """Check that perturbed weights change the sampler's logprobs in the same way as the learner's.
 
     `num_perturbed`: number of perturbed tensors. `before`, `perturbed`: the logprobs of the learner
-    and of the sampler. `tolerance`: largest difference in nats, in fp32; None: in bf16.
+    and of the sampler. `rounding`: the largest difference before, in fp32; None: in bf16.
     """
     learner, sampler = perturbed
     change = np.abs(learner - before[0])
@@ -278,8 +280,9 @@ def _check_weight_sync(
             "the sampler does not notice that the weights changed: the weight sync delivers nothing"
         )
     difference = np.abs(sampler - learner)
-    if tolerance is not None:
-        differs = difference.max() > tolerance
+    if rounding is not None:
+        most = max(PERTURBED_GROWTH * rounding, PERTURBED_FRACTION * float(change.mean()))
+        differs = difference.max() > min(TOLERANCE, max(PERTURBED_TOLERANCE, most))
     else:
         most = max(TOLERANCE_BF16, PERTURBED_FRACTION_BF16 * float(change.mean()))
         differs = difference.mean() > most

@@ -36,7 +36,7 @@ OTHERS = {
     *"no-enable-chunked-prefill tensor-parallel-size".split(),
 }
 # scripts of bench/ with flags that pages name
-BENCH = {"gpu", "campaign", "harness", "sampler", "staleness", "vllm_learns"}
+BENCH = {"gpu", "campaign", "grpo_vs_trl", "harness", "sampler", "staleness", "vllm_learns"}
 IN_CODE = re.compile(r"```.*?```|`[^`\n]+`|^    .*$", re.S | re.M)
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w.-]*)")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")

@@ -115,6 +115,28 @@ def test_a_tensor_or_an_adapter_left_out(run, monkeypatch, number, healthy):
 
 
 @ONE
+@pytest.mark.parametrize(("fraction", "passes"), [(2e-4, True), (4e-3, False)])
+def test_rounding_grows_with_the_change_of_perturbed_weights(run, monkeypatch, fraction, passes):
+    """A difference at one token: rounding as measured with vLLM, and less than any tensor makes."""
+    real, change = module.check_sync, 0.25  # nats
+
+    def shifted(*inputs):
+        report = real(*inputs)
+        for i, learner in report.learner.items():
+            report.learner_perturbed[i] = learner + change
+            report.sampler_perturbed[i] = report.sampler[i] + change
+            report.sampler_perturbed[i][-1] += fraction * change
+        return report
+
+    monkeypatch.setattr(module, "check_sync", shifted)
+    if passes:
+        run()
+    else:
+        with pytest.raises(SelfTestFailed, match="only a part of the weights"):
+            run()
+
+
+@ONE
 def test_a_stale_version_label(run, sampler, monkeypatch):
     created = sampler._future.result()
     monkeypatch.setitem(created, "version", 0)
