@@ -26,7 +26,7 @@ from rl.memory_plan.shapes import (
     ModelShape,
     StepWork,
 )
-from rl.sampler import BLOCK_SIZE
+from rl.sampler import BLOCK_SIZE, count_processing_bytes
 
 GIB = float(1 << 30)
 PREFILL_TOKENS = 8192  # see rl.sampler
@@ -208,7 +208,8 @@ def sampler_working_bytes(shape: ModelShape, launch: LaunchShape, work: StepWork
     Sampling holds fp32 [rows, V] four times (logits, divided by temperature, exp, padded to blocks)
     and [prompts, V] of last logits. Attention over shared prompts holds its scores in parts,
     complete, and as probabilities. A tensor-parallel rank has its heads and columns of a layer, and
-    all logits.
+    all logits. The memory pool of CUDA graphs is separate: most of it are the temporaries of rows
+    with logits processing.
     """
     size = launch.compute_bytes
     tokens = min(PREFILL_TOKENS, work.prompts * work.prompt)
@@ -218,7 +219,9 @@ def sampler_working_bytes(shape: ModelShape, launch: LaunchShape, work: StepWork
     reading = size * tokens * (2 * shape.hidden + routed + 3 * mlp + 6 * heads * shape.head_width)
     drawing = FP32 * shape.vocab * (4 * work.rows + work.prompts)
     attending = work.rows * heads * (work.prompt + work.answer) * (3 * FP32 + size)
-    return max(reading, drawing, attending) if work.samples else 0.0
+    in_graphs = launch.cuda and work.pages
+    processing = count_processing_bytes(work.rows, shape.vocab) if in_graphs else 0
+    return max(reading, drawing, attending) + processing if work.samples else 0.0
 
 
 def temporary_item(

@@ -8,6 +8,7 @@ responses = engine.run()
 """
 
 from rl.sampler.block_manager import choose_pool_size, max_blocks
+from rl.sampler.cuda_graphs import count_processing_bytes
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_factory import (
     check_has_experts,
@@ -56,6 +57,7 @@ __all__ = [
     "check_shard_counts",
     "check_supported",
     "iter_frozen_matrices",
+    "count_processing_bytes",
     "count_unsharded_parameters",
     "find_rope_switch",
     "cast_frozen_",

@@ -8,7 +8,7 @@ kv_cache_pool.py keeps graphs beyond the life of an engine.
 
 A finished row (`remaining` 0) still takes part: it writes to an unused block, and its token does
 not change. Shapes: R rows (of a bucket), B blocks of a table, S positions of a block, G groups, H
-query heads, K key heads, D head width, V vocabulary, M truncated rows.
+query heads, K key heads, D head width, V vocabulary, M rows with logits processing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -26,6 +26,7 @@ from kernels import SharedPages, compute_paged_attention, decode_ops, sample_tok
 from rl.sampler.expert_layers import stack_choices
 from rl.sampler.forward_fast import FastForward, ForwardOps
 from rl.sampler.token_sampling import (
+    MAX_BIASES,
     RowSamplingSettings,
     compute_untruncated_logprobs,
     sample_with_torch,
@@ -34,10 +35,25 @@ from rl.sampler.token_sampling import (
 from rl.sampler.token_sampling import sample_tokens as draw_from_logits
 from rl.types import TRUNCATION_DEFAULTS
 
-# truncated rows that are sampled at once: sorting a row of 152,000 logits takes 8 MB
-_TRUNCATED_AT_ONCE = 64
+# Logits that are processed at once, and the most bytes of temporaries for each: while they are
+# sorted, two copies of them (8), the sorted logits and their indices (12), and what torch's sort
+# allocates (32: pairs of row and index twice, the keys, and cub's copies of keys and pairs).
+_LOGITS_AT_ONCE, _BYTES_PER_LOGIT = 1 << 21, 52
 # written by a step
 _STEP_OUTPUTS = ("token", "position", "remaining", "at", "tokens", "logprobs", "experts")
+
+
+class ProcessedRows(NamedTuple):
+    """Describe the rows with logits processing: those whose next token is sampled from adjusted or
+    truncated logits. `count`: a bucket (`processed_bucket`). `truncates`: whether some of them are
+    truncated.
+    """
+
+    count: int = 0
+    truncates: bool = False
+
+
+NO_PROCESSING = ProcessedRows()
 
 
 def _buffer(dims: str, dtype: torch.dtype = torch.int64) -> Any:
@@ -52,10 +68,13 @@ class DecodeInputs:
 
     By row: the `token` to feed, its `position`, the number of `remaining` tokens to sample (0:
     finished), `skip` positions that are in shared blocks, `table` of the other blocks, `stop_row`
-    of `stops`. `truncated`: the rows whose distribution is truncated, with repeated rows up to a
-    bucket, their `limits` (`find_limits`), and whether their logprobs are `untruncated`. `shares`
-    to `shared_length` are `kernels.SharedPages`. `at`: the step since the last
+    of `stops`. `shares` to `shared_length` are `kernels.SharedPages`. `at`: the step since the last
     host synchronization; it selects the row of `uniform`, `tokens` and `logprobs`.
+
+    By row with logits processing: its `processed_row`, with repeated rows up to a bucket, its
+    `limits` (`find_limits`), whether its logprob is `untruncated`, its set of `biases` of
+    `bias_tokens` (zeros after the last), and the `stop_limit`: while more tokens remain, it may not
+    sample its stop ids.
     """
 
     token: Tensor = _buffer("R")
@@ -66,9 +85,13 @@ class DecodeInputs:
     stop_row: Tensor = _buffer("R")
     temperature: Tensor = _buffer("R", torch.float32)  # above 0; 1 for greedy rows
     greedy: Tensor = _buffer("R", torch.bool)
-    truncated: Tensor = _buffer("R")
+    processed_row: Tensor = _buffer("R")
     limits: Tensor = _buffer("LR", torch.float64)
     untruncated: Tensor = _buffer("R", torch.bool)
+    stop_limit: Tensor = _buffer("R")
+    bias_set: Tensor = _buffer("R")
+    bias_tokens: Tensor = _buffer("TE")
+    biases: Tensor = _buffer("TE", torch.float32)
     shares: Tensor = _buffer("R", torch.bool)  # whether the row is in a group
     order: Tensor = _buffer("R")
     place: Tensor = _buffer("R")
@@ -97,11 +120,13 @@ class DecodeInputs:
         """Allocate the buffers: zeros, and temperature 1. `choices`: recorded experts per token.
 
         Dimensions: R rows, G groups, + groups and 1 more, B blocks of a table, S steps, C stop
-        conditions, V vocabulary, K choices, L parameters that truncate.
+        conditions, V vocabulary, K choices, L parameters that truncate, T sets of biases (of each
+        row, and an empty one), E biases of a set.
         """
         groups = max(rows // 2, 1)
         sizes = {"R": rows, "G": groups, "+": groups + 1, "B": blocks, "S": steps, "1": 1}
         sizes |= {"C": conditions, "V": vocab, "K": choices, "L": len(TRUNCATION_DEFAULTS)}
+        sizes |= {"T": rows + 1, "E": min(MAX_BIASES, vocab)}
         buffers = {
             buffer.name: torch.zeros(
                 [sizes[dim] for dim in buffer.metadata["dims"]],
@@ -137,14 +162,14 @@ def decode_step(
     rows: int,
     width: int,
     shared: bool,
-    truncated: int = 0,
+    processed: ProcessedRows = NO_PROCESSING,
 ) -> None:
     """Sample a token for each of the first `rows` rows that has not finished.
 
     `width`: the largest number of blocks of a table to read. `kv` [2, blocks + 1, S, K, D] of each
     layer; the last block belongs to no sequence. `ropes` [ropes, 2, positions, D]
     (`FastForward.rope_tables`). `shared`: whether some rows are in groups with shared blocks, which
-    are read once for all rows of a group. `truncated`: number of rows in `buffers.truncated`.
+    are read once for all rows of a group.
     """
     a, b = model.architecture, buffers.first_rows(rows)
     position = b.position
@@ -171,9 +196,10 @@ def decode_step(
     hidden = model.forward(b.token, attend, None, None, choices, _DEVICE_OPS)
     uniform = b.uniform.index_select(0, b.at).squeeze(0)
     token, logprob = _sample(model, hidden, uniform, b.temperature, b.greedy)
-    for first in range(0, truncated, _TRUNCATED_AT_ONCE):
-        count = min(_TRUNCATED_AT_ONCE, truncated - first)
-        index, new_token, new_logprob = _sample_truncated(model, hidden, uniform, b, first, count)
+    most = _count_rows_at_once(model.vocab_size)
+    for first in range(0, processed.count, most):
+        part = ProcessedRows(min(most, processed.count - first), processed.truncates)
+        index, new_token, new_logprob = _sample_processed(model, hidden, uniform, b, first, part)
         token = token.index_copy(0, index, new_token)
         logprob = logprob.index_copy(0, index, new_logprob)
     _record_tokens(b, token, logprob, choices)
@@ -242,26 +268,67 @@ def _sample(
     )
 
 
-def _sample_truncated(
-    model: FastForward, hidden: Tensor, uniform: Tensor, b: DecodeInputs, first: int, count: int
+def _sample_processed(
+    model: FastForward,
+    hidden: Tensor,
+    uniform: Tensor,
+    b: DecodeInputs,
+    first: int,
+    part: ProcessedRows,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `count` truncated rows from `first` on, their tokens and logprobs, [M] each."""
-    index = b.truncated.narrow(0, first, count)
+    """Return the rows of a part of those with logits processing, from `first` on, their tokens and
+    logprobs, [M] each. This is `sample_next_tokens` without penalties.
+    """
+
+    def select(values: Tensor) -> Tensor:
+        return values.narrow(-1, first, part.count)
+
+    index = select(b.processed_row)
     logits = model.head(hidden.index_select(0, index)).float()
-    scaled = logits / b.temperature.index_select(0, index).unsqueeze(1)
-    cut = truncate_logits(scaled, *b.limits.narrow(1, first, count).unbind(0))
-    token, logprob = sample_with_torch(cut, uniform.index_select(0, index))
-    whole = compute_untruncated_logprobs(scaled, token)
-    return index, token, torch.where(b.untruncated.narrow(0, first, count), whole, logprob)
+    temperature = b.temperature.index_select(0, index).unsqueeze(1)
+    scaled = _adjust_logits(logits, b, index, select(b.bias_set), select(b.stop_limit))
+    scaled.div_(temperature)
+    if part.truncates:
+        scaled = truncate_logits(scaled, *select(b.limits).unbind(0))
+    greedy = b.greedy.index_select(0, index)
+    token, logprob = sample_with_torch(scaled, uniform.index_select(0, index), greedy)
+    whole = compute_untruncated_logprobs(logits / temperature, token)
+    return index, token, torch.where(select(b.untruncated), whole, logprob)
 
 
-def truncated_bucket(truncated: int, rows: int) -> int:
-    """Return the number of truncated rows to capture a graph for: a power of 4, at most `rows`.
+def _adjust_logits(
+    logits: Tensor, b: DecodeInputs, index: Tensor, bias_set: Tensor, stop_limit: Tensor
+) -> Tensor:
+    """Return the logits [M, V] of the rows `index` [M] with biases, and -inf for stop ids in rows
+    that may not stop yet. `bias_set`, `stop_limit` [M]: see `DecodeInputs`.
+    """
+    tokens, biases = b.bias_tokens.index_select(0, bias_set), b.biases.index_select(0, bias_set)
+    is_early = b.remaining.index_select(0, index) > stop_limit
+    is_stop = b.stops.index_select(0, b.stop_row.index_select(0, index))
+    adjusted = logits.scatter_add(1, tokens, biases)
+    return adjusted.masked_fill_(is_stop.logical_and_(is_early.unsqueeze(1)), -torch.inf)
 
-    >>> [truncated_bucket(truncated, 24) for truncated in (0, 1, 2, 5, 16, 17)]
+
+def _count_rows_at_once(vocab: int) -> int:
+    """Return the most rows whose logits are processed at once."""
+    return max(_LOGITS_AT_ONCE // vocab, 1)
+
+
+def count_processing_bytes(rows: int, vocab: int) -> int:
+    """Return the most bytes of temporaries of a graph with logits processing of up to `rows`
+    rows.
+    """
+    return _BYTES_PER_LOGIT * min(rows, _count_rows_at_once(vocab)) * vocab
+
+
+def processed_bucket(count: int, rows: int) -> int:
+    """Return the number of rows with logits processing to capture a graph for: a power of 4, at
+    most `rows`.
+
+    >>> [processed_bucket(count, 24) for count in (0, 1, 2, 5, 16, 17)]
     [0, 1, 4, 16, 16, 24]
     """
-    return min(4 ** (((truncated - 1).bit_length() + 1) // 2), rows) if truncated else 0
+    return min(4 ** (((count - 1).bit_length() + 1) // 2), rows) if count else 0
 
 
 def row_buckets(max_rows: int) -> list[int]:
@@ -305,8 +372,8 @@ class CUDAGraphRunner:
         self.buckets = row_buckets(max_rows)
         self.max_blocks = buffers.table.shape[1]
         self.ropes = model.rope_tables(self.max_blocks * kv[0].shape[2])
-        # by rows, whether blocks are shared, and truncated rows
-        self._graphs: dict[tuple[int, bool, int], torch.cuda.CUDAGraph] = {}
+        # by rows, whether blocks are shared, and rows with logits processing
+        self._graphs: dict[tuple[int, bool, ProcessedRows], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None  # of all captures: they share memory by it
 
@@ -334,13 +401,20 @@ class CUDAGraphRunner:
         if self.uses_graphs:
             self._get_graph(self.bucket_for(rows), shared)
 
-    def run(self, rows: int, width: int, shared: bool, count: int, truncated: int = 0) -> None:
+    def run(
+        self,
+        rows: int,
+        width: int,
+        shared: bool,
+        count: int,
+        processed: ProcessedRows = NO_PROCESSING,
+    ) -> None:
         """Run `count` steps of the first `rows` rows (a bucket) without synchronization.
 
-        `width`: the current number of blocks of the longest table. `truncated`: a bucket.
+        `width`: the current number of blocks of the longest table.
         """
-        graph = self._get_graph(rows, shared, truncated) if self.uses_graphs else None
-        step_args = (self.model, self.kv, self.ropes, self.buffers, rows, width, shared, truncated)
+        graph = self._get_graph(rows, shared, processed) if self.uses_graphs else None
+        step_args = (self.model, self.kv, self.ropes, self.buffers, rows, width, shared, processed)
         self.buffers.at.zero_()
         for _ in range(count):
             if graph is None:
@@ -348,29 +422,31 @@ class CUDAGraphRunner:
             else:
                 graph.replay()
 
-    def _get_graph(self, rows: int, shared: bool, truncated: int = 0) -> torch.cuda.CUDAGraph:
+    def _get_graph(
+        self, rows: int, shared: bool, processed: ProcessedRows = NO_PROCESSING
+    ) -> torch.cuda.CUDAGraph:
         """Return the bucket's graph, after capturing it and all smaller buckets that are missing
-        (for truncated rows: it alone).
+        (with logits processing: it alone).
 
         Batches shrink, so smaller buckets follow. The largest is captured first, so that the others
         can reuse the memory of its pool. A graph for shared blocks also serves rows without any.
         """
-        shared = rows > 1 and (shared or (rows, True, truncated) in self._graphs)
-        if (rows, shared, truncated) not in self._graphs:
+        shared = rows > 1 and (shared or (rows, True, processed) in self._graphs)
+        if (rows, shared, processed) not in self._graphs:
             saved = {name: getattr(self.buffers, name).clone() for name in _STEP_OUTPUTS}
-            sizes = [rows] if truncated else [size for size in self.buckets if size <= rows]
+            sizes = [rows] if processed.count else [size for size in self.buckets if size <= rows]
             for size in reversed(sizes):
-                key = (size, shared and size > 1, truncated)
+                key = (size, shared and size > 1, processed)
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(*key)
             for name, before in saved.items():
                 getattr(self.buffers, name).copy_(before)
-        return self._graphs[rows, shared, truncated]
+        return self._graphs[rows, shared, processed]
 
-    def _capture(self, rows: int, shared: bool, truncated: int) -> torch.cuda.CUDAGraph:
+    def _capture(self, rows: int, shared: bool, processed: ProcessedRows) -> torch.cuda.CUDAGraph:
         """Capture a graph of a single step; this writes to the buffers and to the unused block."""
         b, state = self.buffers, (self.model, self.kv, self.ropes, self.buffers)
-        step_args = (*state, rows, self.max_blocks, shared, truncated)
+        step_args = (*state, rows, self.max_blocks, shared, processed)
         with torch.cuda.device(b.token.device):
             # torch's own stream for captures is one of the first device that captured
             self._stream = stream = self._stream or torch.cuda.Stream()

@@ -9,6 +9,7 @@ of a token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,12 +17,18 @@ import torch
 from torch import Tensor
 
 from rl.sampler.block_manager import split_block_tables
-from rl.sampler.cuda_graphs import CUDAGraphRunner, DecodeInputs, truncated_bucket
+from rl.sampler.cuda_graphs import (
+    CUDAGraphRunner,
+    DecodeInputs,
+    ProcessedRows,
+    processed_bucket,
+)
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
 from rl.sampler.running_rows import RunningRows
+from rl.sampler.sampling_requests import SequenceGroup
 from rl.sampler.stop_conditions import StopTable
-from rl.sampler.token_sampling import find_limits, find_truncated_rows
+from rl.sampler.token_sampling import find_adjusted_rows, find_limits, find_truncated_rows
 
 
 @dataclass(slots=True)
@@ -31,7 +38,7 @@ class Chunk:
     count: int  # steps
     rows: int  # device rows
     shared: bool
-    truncated: int  # a bucket of device rows
+    processed: ProcessedRows
     columns: np.ndarray  # device row of each running row, when the chunk before it has been read
     sampled: Tensor  # tokens and logprobs, float64 [2, count, rows]
     experts: Tensor | None  # of the fed tokens, [count, rows, B * K], if recorded
@@ -47,14 +54,16 @@ class Chunk:
 
 
 class DeviceSteps:
-    """Launch steps of `rows`, whose keys and values are in `state`.
+    """Launch steps of `rows`, whose keys and values are in `state`. `find_host_rows` returns rows
+    that cannot take part.
 
-    `max_positions`: the most positions of a sequence.
+    `groups`: the requests of the rows, by id. `max_positions`: the most positions of a sequence.
     """
 
     def __init__(
         self,
         rows: RunningRows,
+        groups: Mapping[int, SequenceGroup],
         state: PagedState,
         stops: StopTable,
         pool: KVCachePool,
@@ -62,7 +71,8 @@ class DeviceSteps:
         max_positions: int,
         steps_per_sync: int,
     ):
-        self._rows, self._state, self._stops, self._pool = rows, state, stops, pool
+        self._rows, self._groups, self._state = rows, groups, state
+        self._stops, self._pool = stops, pool
         # the position of an ended row is one past its last token
         self._max_blocks = state.block_manager.num_blocks_for(max_positions) + 1
         self._max_rows, self.steps_per_sync = max_rows, steps_per_sync
@@ -70,6 +80,8 @@ class DeviceSteps:
         self.runner: CUDAGraphRunner | None = None  # of the last steps
         # step buffers that hold the stop table, and the table that they hold
         self._stop_table_copy: tuple[DecodeInputs | None, np.ndarray | None] = (None, None)
+        # step buffers that hold biases, and the requests of their sets
+        self._biases_copy: tuple[DecodeInputs | None, list[int]] = (None, [])
         self._skip = np.zeros(0, np.int64)  # positions of the device rows in shared blocks
 
     def remaining_tokens(self) -> np.ndarray:
@@ -104,8 +116,8 @@ class DeviceSteps:
         shared, bucket = manager.shared_prefixes(), runner.bucket_for(rows)
         runner.prepare(most_rows, bool(shared) or may_share)
         width = self._upload_rows(runner.buffers, bucket, remaining, written, shared)
-        truncated = self._upload_truncation(runner.buffers, bucket)
-        graph = (bucket, width, bool(shared), truncated)
+        processed = self._upload_processing(runner.buffers, bucket)
+        graph = (bucket, width, bool(shared), processed)
         return self._run(runner, *graph, self._rows.uniforms_ahead(count), np.arange(rows))
 
     def _run(
@@ -114,23 +126,23 @@ class DeviceSteps:
         bucket: int,
         width: int,
         shared: bool,
-        truncated: int,
+        processed: ProcessedRows,
         uniforms: np.ndarray,
         columns: np.ndarray,
     ) -> Chunk:
         """Launch a step for each row of `uniforms` [S, device rows]."""
         upload(runner.buffers.uniform, uniforms)
-        runner.run(bucket, min(width, runner.max_blocks), shared, len(uniforms), truncated)
+        runner.run(bucket, min(width, runner.max_blocks), shared, len(uniforms), processed)
         self.num_syncs += 1
         count, rows = uniforms.shape
-        return self._start_copy(count, rows, shared, truncated, columns)
+        return self._start_copy(count, rows, shared, processed, columns)
 
     def launch_next(self, chunk: Chunk, most: int) -> Chunk | None:
         """Launch the chunk after `chunk`, of up to `most` steps. `chunk` has not been read: the
         device knows its last tokens and which rows it ended.
 
         Returns None if the rows may change otherwise between the two chunks: a row has stop
-        strings, blocks are short, or smaller buckets hold the rows or the truncated rows.
+        strings, blocks are short, or smaller buckets hold the rows or those with logits processing.
         """
         runner, manager, device_rows = self.runner, self._state.block_manager, chunk.rows
         remaining = self.remaining_tokens() - chunk.count
@@ -140,7 +152,7 @@ class DeviceSteps:
             or count < 1
             or self._rows["has_strings"].any()
             or runner.bucket_for(len(self._rows)) < runner.bucket_for(device_rows)
-            or self._bucket_truncated_rows(device_rows) < chunk.truncated
+            or self._find_processed_rows(device_rows, chunk.count)[1] < chunk.processed
         ):
             return None
         counts = np.clip(remaining, 0, count).tolist()
@@ -166,11 +178,11 @@ class DeviceSteps:
         width = max(len(row.block_table) for row in manager.rows)
         uniforms = np.zeros((count, device_rows))
         uniforms[:, chunk.columns] = self._rows.uniforms_ahead(chunk.count + count)[chunk.count :]
-        graph = (bucket, width, chunk.shared, chunk.truncated)
+        graph = (bucket, width, chunk.shared, chunk.processed)
         return self._run(runner, *graph, uniforms, chunk.columns)
 
     def _start_copy(
-        self, count: int, rows: int, shared: bool, truncated: int, columns: np.ndarray
+        self, count: int, rows: int, shared: bool, processed: ProcessedRows, columns: np.ndarray
     ) -> Chunk:
         """Return the steps that were launched last as a chunk, and start to copy its results."""
         assert self.runner is not None, "no step was launched"
@@ -182,7 +194,7 @@ class DeviceSteps:
             experts = None if experts is None else _copy_to_pinned(experts)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._state.decoder.device))
-        return Chunk(count, rows, shared, truncated, columns, sampled, experts, event)
+        return Chunk(count, rows, shared, processed, columns, sampled, experts, event)
 
     def _prepare_runner(self) -> CUDAGraphRunner:
         """Return the runner of the present weights: a graph reads the weights that it was captured
@@ -240,24 +252,55 @@ class DeviceSteps:
             upload(getattr(b, name), values)
         return width
 
-    def _bucket_truncated_rows(self, device_rows: int) -> int:
-        """Return the bucket of the number of truncated rows."""
-        truncated = find_truncated_rows(self._rows, self._state.decoder.vocab_size)
-        return truncated_bucket(int(truncated.sum()), device_rows)
-
-    def _upload_truncation(self, b: DecodeInputs, bucket: int) -> int:
-        """Copy the settings of the truncated rows to the device; return the bucket of their
-        number.
+    def _find_processed_rows(
+        self, device_rows: int, ahead: int = 0
+    ) -> tuple[np.ndarray, ProcessedRows]:
+        """Return the rows with logits processing after `ahead` more tokens of each row, [M], and
+        their bucket.
         """
-        vocab = self._state.decoder.vocab_size
-        index = np.flatnonzero(find_truncated_rows(self._rows, vocab))
-        truncated = truncated_bucket(len(index), bucket)
-        if truncated:
-            index = _pad_to(index, truncated, index[0])
-            upload(b.truncated, index)
-            upload(b.limits, find_limits(self._rows, index, vocab))
-            upload(b.untruncated, self._rows["untruncated_logprobs"][index])
-        return truncated
+        truncates = find_truncated_rows(self._rows, self._state.decoder.vocab_size)
+        index = np.flatnonzero(truncates | find_adjusted_rows(self._rows, ahead))
+        count = processed_bucket(len(index), device_rows)
+        return index, ProcessedRows(count, bool(truncates.any()))
+
+    def _upload_processing(self, b: DecodeInputs, bucket: int) -> ProcessedRows:
+        """Copy the settings of the rows with logits processing to the device; return their
+        bucket.
+        """
+        rows, (index, processed) = self._rows, self._find_processed_rows(bucket)
+        if not processed.count:
+            return processed
+        index = _pad_to(index, processed.count, index[0])
+        inputs = {
+            "processed_row": index,
+            "limits": find_limits(rows, index, self._state.decoder.vocab_size),
+            "untruncated": rows["untruncated_logprobs"][index],
+            "stop_limit": (rows["max_tokens"] - rows["min_tokens"])[index],
+            "bias_set": self._upload_biases(b, index),
+        }
+        for name, values in inputs.items():
+            upload(getattr(b, name), values)
+        return processed
+
+    def _upload_biases(self, b: DecodeInputs, index: np.ndarray) -> np.ndarray:
+        """Copy the biases of the requests of the rows `index` [M] to the device, unless it holds
+        them; return the set of each row [M]. The first set has no biases.
+        """
+        is_biased = self._rows["num_biases"][index] > 0
+        owners = np.where(is_biased, self._rows["request_id"][index], -1)
+        owners, sets = np.unique(np.append(-1, owners), return_inverse=True)
+        requests = owners.tolist()
+        if self._biases_copy[0] is not b or self._biases_copy[1] != requests:
+            shape = len(requests), b.biases.shape[1]
+            tokens, biases = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+            for i, request_id in enumerate(requests[1:], 1):
+                logit_bias = self._groups[request_id].request.params.logit_bias or {}
+                tokens[i, : len(logit_bias)] = list(logit_bias)
+                biases[i, : len(logit_bias)] = list(logit_bias.values())
+            upload(b.bias_tokens, tokens)
+            upload(b.biases, biases)
+            self._biases_copy = (b, requests)
+        return sets[1:]
 
 
 def upload(target: Tensor, values: np.ndarray) -> None:

@@ -45,7 +45,8 @@ _FIELDS: dict[str, Any] = {
     "seed": np.uint64,
     "problem": np.uint64,
     "index": np.uint64,  # of the sample in its group, for its random stream
-    "adjusts_logits": np.bool_,  # see `SamplingParams`
+    "num_biases": np.int64,  # see `SamplingParams`
+    "penalizes": np.bool_,
     "first_uniform": np.int64,  # index of the token of the row's first uniform in `_uniforms`
     "buffer": np.int64,  # index of the buffer of its tokens
     **_PARAM_COLUMNS,
@@ -54,7 +55,7 @@ _FIELDS: dict[str, Any] = {
 
 def make_param_columns(params: Sequence[SamplingParams]) -> dict[str, np.ndarray]:
     """Return the columns of the sampling parameters, with an entry for each of `params`."""
-    names = (*_PARAM_COLUMNS, "adjusts_logits")
+    names = (*_PARAM_COLUMNS, "num_biases", "penalizes")
     return {
         name: np.array([getattr(each, name) for each in params], _FIELDS[name]) for name in names
     }

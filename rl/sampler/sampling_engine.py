@@ -5,11 +5,11 @@ a group is prefilled once), samples a token for every row, and removes the finis
 
 Over a paged cache, the device can run several steps per host sync (device_steps.py). The samples
 are the same. A step that admits requests then prefills their prompts and samples their first
-tokens; their rows join the next steps of the device. While rows adjust their logits (biases,
-penalties, `min_tokens`), all rows run one step at a time. Only the host can check stop strings;
-tokens sampled past a stop string are discarded. While no waiting request can be admitted, the next
-steps are launched before the last ones are read: in `run`, and within the `max_steps` of a caller
-of `step`.
+tokens; their rows join the next steps of the device. While a row has penalties (which depend on all
+its earlier tokens) or more than 1,024 biases, all rows run one step at a time. Only the host can
+check stop strings; tokens sampled past a stop string are discarded. While no waiting request can be
+admitted, the next steps are launched before the last ones are read: in `run`, and within the
+`max_steps` of a caller of `step`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rl.sampler.scheduler import Scheduler
 from rl.sampler.speculative_decoder import SpeculativeDecoder
 from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
 from rl.sampler.token_sampling import (
-    find_adjusted_rows,
+    find_host_rows,
     make_row_settings,
     sample_next_tokens,
 )
@@ -145,8 +145,8 @@ class Engine(Scheduler):
             assert self._pool is not None
             positions = min([kv_cache_tokens, *limits])
             self._device_steps = DeviceSteps(
-                self._rows, self._state, self._stops, self._pool, max_rows, positions,
-                steps_per_sync,
+                self._rows, self._running, self._state, self._stops, self._pool, max_rows,
+                positions, steps_per_sync,
             )  # fmt: skip
 
     @property
@@ -239,7 +239,7 @@ class Engine(Scheduler):
         if self._in_flight is not None:
             return self._process_chunk(self._in_flight)
         self._resume()
-        if self._device_steps is not None and not find_adjusted_rows(self._rows).any():
+        if self._device_steps is not None and not find_host_rows(self._rows).any():
             return self._step_on_device(self._device_steps)
         self._preempt_newest()
         if self.speculation and not self._may_admit():

@@ -20,6 +20,8 @@ from rl.types import TRUNCATION_DEFAULTS
 
 # vocabularies above this size are searched in two levels: first the block, then the token in it
 _BLOCK = 512
+# most biased tokens of a request that device steps hold (vLLM's limit of logit_bias)
+MAX_BIASES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +64,30 @@ def find_truncated_rows(rows: RowColumns, vocab: int) -> np.ndarray:
 
 def find_limits(rows: RowColumns, index: np.ndarray, vocab: int) -> np.ndarray:
     """Return top-k (the vocabulary size for none), top-p and min-p of the rows `index` [M], float64
-    [3, M].
+    [3, M]. Greedy rows have none (see `find_truncated_rows`).
     """
-    limits = np.stack([rows[name][index].astype(np.float64) for name in TRUNCATION_DEFAULTS])
+    greedy = rows["temperature"][index] == 0
+    limits = np.array(
+        [np.where(greedy, none, rows[name][index]) for name, none in TRUNCATION_DEFAULTS.items()]
+    )
     top_k = limits[0]
     top_k[(top_k < 1) | (top_k > vocab)] = vocab
     return limits
 
 
-def find_adjusted_rows(rows: RowColumns) -> np.ndarray:
-    """Return whether the next token of each row is sampled from adjusted logits, bool [N]."""
-    return rows["adjusts_logits"] | (rows["num_sampled"] < rows["min_tokens"])
+def find_adjusted_rows(rows: RowColumns, ahead: int = 0) -> np.ndarray:
+    """Return whether the next token of each row is sampled from adjusted logits, bool [N]. `ahead`:
+    tokens of each row that will be sampled before it.
+    """
+    is_early = rows["num_sampled"] + ahead < rows["min_tokens"]
+    return rows["penalizes"] | (rows["num_biases"] > 0) | is_early
+
+
+def find_host_rows(rows: RowColumns) -> np.ndarray:
+    """Return which rows the steps of the device cannot sample, bool [N]: rows with penalties, which
+    depend on all earlier tokens, and rows with more than `MAX_BIASES` biases.
+    """
+    return rows["penalizes"] | (rows["num_biases"] > MAX_BIASES)
 
 
 def make_row_settings(rows: RowColumns, *, vocab: int, device: torch.device) -> RowSamplingSettings:
@@ -246,19 +261,22 @@ def truncate_logits(
 
     Min-p keeps a token with a probability of at least min_p times the largest. Top-k and top-p rank
     tokens by logit, ties by the lower id. Top-p keeps a token while the probability before it is
-    below p: the smallest set that reaches p, and always the first token.
+    below p: the smallest set that reaches p, and always the first token. A p of 1 keeps all, though
+    the sum of the rounded probabilities may exceed 1.
     """
-    sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
+    kept_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
     # `unsqueeze` and `narrow`: see `sample_tokens`
     rank_V = torch.arange(scaled_NV.shape[-1], device=scaled_NV.device)
     if min_p_N is not None:
         # relative to the largest probability
-        share_NV = (sorted_NV - sorted_NV.narrow(1, 0, 1)).double().exp()
-        sorted_NV = sorted_NV.masked_fill(share_NV < min_p_N.unsqueeze(1), -torch.inf)
-    kept_NV = sorted_NV.masked_fill(rank_V >= top_k_N.unsqueeze(1), -torch.inf)
+        share_NV = (kept_NV - kept_NV.narrow(1, 0, 1)).double().exp_()
+        kept_NV.masked_fill_(share_NV < min_p_N.unsqueeze(1), -torch.inf)
+        del share_NV  # as large as two copies of the logits
+    kept_NV.masked_fill_(rank_V >= top_k_N.unsqueeze(1), -torch.inf)
     probability_NV = kept_NV.softmax(-1).double()
-    before_NV = probability_NV.cumsum(-1) - probability_NV
-    kept_NV = kept_NV.masked_fill((before_NV >= top_p_N.unsqueeze(1)) & (rank_V > 0), -torch.inf)
+    before_NV = probability_NV.cumsum(-1).sub_(probability_NV)
+    top_p_N = top_p_N.masked_fill(top_p_N >= 1, torch.inf)
+    kept_NV.masked_fill_((before_NV >= top_p_N.unsqueeze(1)) & (rank_V > 0), -torch.inf)
     return torch.empty_like(scaled_NV).scatter_(-1, order_NV, kept_NV)
 
 

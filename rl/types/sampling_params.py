@@ -93,11 +93,9 @@ class SamplingParams:
         return any((getattr(self, name) or 0) != (usual or 0) for name, usual in _DISTRIBUTION)
 
     @property
-    def adjusts_logits(self) -> bool:
-        """Return whether the logits of every token of a sample are changed before the
-        temperature.
-        """
-        return bool(self.logit_bias) or self.penalizes
+    def num_biases(self) -> int:
+        """Return the number of tokens whose logits are biased."""
+        return len(self.logit_bias or ())
 
     @property
     def penalizes(self) -> bool:

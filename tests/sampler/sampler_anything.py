@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sampler_models import multistep_engine, paged_engine, tiny_model
+from sampler_models import add_lora, multistep_engine, paged_engine, tiny_model
 from test_block_tables import check_blocks
 from test_sampler_mixed import make_family
 
@@ -27,10 +27,12 @@ from rl.sampler import (
 )
 from rl.sampler.decode_state import Prompt
 from rl.sampler.running_rows import as_uint64, philox_uniforms
+from rl.sampler.token_sampling import find_adjusted_rows
 from rl.types import SampledSequence, SamplingParams
 
 EOS = (3,)
 PAGES = (2, 4, 8, 32)
+LORA = ["q_proj", "o_proj", "down_proj"]
 
 
 class Letters:
@@ -68,7 +70,11 @@ def decoders_of(kind: str) -> tuple[Any, Any]:
         for number, adapter in enumerate([base, *adapters]):
             decoder.add_adapter(number, adapter, 0)
         return decoder, decoder
-    return two_weights(two_models("qwen3_moe" if kind.endswith("experts") else "qwen3"))
+    models = two_models("qwen3_moe" if kind.endswith("experts") else "qwen3")
+    if kind.endswith("LoRA"):
+        first, other = (add_lora(model, LORA) for model in models)
+        return two_weights((first, other))
+    return two_weights(models)
 
 
 def pick_model(decoder: Any, request: SamplingRequest) -> Any:
@@ -210,7 +216,7 @@ def check_readers(engine: Engine) -> None:
 
 KINDS = ("plain", "paged", "stepped", "plain, drafts", "paged, drafts")
 KINDS += ("plain, experts", "paged, experts", "stepped, experts", "plain, adapters")
-KINDS += ("paged, adapters",)
+KINDS += ("paged, adapters", "stepped, LoRA")
 
 
 def engine_of(
@@ -276,7 +282,8 @@ class EngineWorkload:
         self.first_seen: dict[int, int] = {}  # the weight version at the first submission
         self.dropped: set[int] = set()
         self.happened: dict[str, int] = dict.fromkeys(
-            "waited looks ahead dropped changed moved cached begun drafted accepted".split(), 0
+            "waited looks ahead adjusted dropped changed moved cached begun drafted accepted".split(),
+            0,
         )
 
     def all(self) -> None:
@@ -336,7 +343,9 @@ class EngineWorkload:
                 self.finished[place] = done.result().sequences
             steps -= max(engine.counters.steps - before, 1)
             if engine.max_steps is not None:
-                self.happened["ahead"] += engine._in_flight is not None
+                is_ahead = engine._in_flight is not None
+                self.happened["ahead"] += is_ahead
+                self.happened["adjusted"] += is_ahead and find_adjusted_rows(engine._rows).any()
                 engine.max_steps = max(steps, 0) or None
         assert engine._in_flight is None or not len(engine._in_flight.columns)
         if self.engine.is_paged and engine._in_flight is None:

@@ -46,6 +46,7 @@ def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind):
     assert bool(result["changed"]) != kind.endswith("adapters")
     assert result["waited"] or kind.startswith("plain")
     assert (0 < result["ahead"] < result["looks"]) == kind.startswith("stepped")
+    assert bool(result["adjusted"]) == kind.startswith("stepped")
     assert (0 < result["accepted"] < result["drafted"]) == kind.endswith("drafts")
 
 

@@ -16,13 +16,13 @@ from sampler_models import (
     row_settings,
     run_requests,
 )
-from test_sampler_stepped import LORA, SCENARIOS, play_scenario, truncation
+from test_sampler_stepped import LORA, SCENARIOS, make_processing, play_scenario
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels import decode_ops, sample_tokens
 from kernels.lora_ops import add_lora_
 from rl.sampler import Engine, IdleKVCachePool, make_decoder
-from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
+from rl.sampler.cuda_graphs import NO_PROCESSING, CUDAGraphRunner, decode_step
 from rl.sampler.engine_selection import compare_engines
 from rl.sampler.token_sampling import sample_tokens as from_logits
 from rl.types import SamplingParams
@@ -176,12 +176,12 @@ def test_this_device_samples_over_pages_with_graphs():
     assert compare_engines(small_decoder()) is None
 
 
-def run_eagerly(self, rows, width, shared, count, truncated=0):
+def run_eagerly(self, rows, width, shared, count, processed=NO_PROCESSING):
     """Replace `CUDAGraphRunner.run`: the same steps, without a graph."""
     self.buffers.at.zero_()
     state, shared = (self.model, self.kv, self.ropes, self.buffers), shared and rows > 1
     for _ in range(count):
-        decode_step(*state, rows, self.max_blocks, shared, truncated)
+        decode_step(*state, rows, self.max_blocks, shared, processed)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -194,7 +194,11 @@ def test_graphs_draw_what_the_same_steps_draw_in_each_scenario(scenario, monkeyp
         new.load_([(name, decoder.weights.view(name) * 1.05)])
     requests = [
         make_request(
-            list(range(1, 250 + 20 * i)), 4, max_tokens=60, problem=i, **truncation(scenario, i)
+            list(range(1, 250 + 20 * i)),
+            4,
+            max_tokens=60,
+            problem=i,
+            **make_processing(scenario, i),
         )
         for i in range(6)
     ]

@@ -31,7 +31,7 @@ from rl.learner import ModelSpec
 from rl.runtime import SamplerSettings, StepRequest, WorkerSettings
 from rl.runtime.training_worker import TrainingWorker
 from rl.sampler import Engine, IdleKVCachePool, SamplingRequest, kv_cache_pool
-from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
+from rl.sampler.cuda_graphs import CUDAGraphRunner, ProcessedRows, decode_step
 from rl.sampler.decoder_fast import FastDecoder
 from rl.startup import use_expandable_segments
 
@@ -41,9 +41,9 @@ LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 class FakeCUDAGraph:
     """A fake graph: a step over the tensors that existed when it was captured."""
 
-    def __init__(self, steps: CUDAGraphRunner, rows: int, shared: bool, truncated: int):
+    def __init__(self, steps: CUDAGraphRunner, rows: int, shared: bool, processed: ProcessedRows):
         buffers = (steps.model, steps.kv, steps.ropes, steps.buffers)
-        self.inputs = (*buffers, rows, steps.max_blocks, shared, truncated)
+        self.inputs = (*buffers, rows, steps.max_blocks, shared, processed)
 
     def replay(self) -> None:
         decode_step(*self.inputs)
@@ -54,11 +54,11 @@ def captured(monkeypatch):
     """Return (decoder, rows, shared) of every capture, in order."""
     results = []
 
-    def capture(steps, rows, shared, truncated):
+    def capture(steps, rows, shared, processed):
         results.append((id(steps.model), rows, shared))
         steps.buffers.remaining.zero_()  # a capture runs steps as well
         steps.buffers.at.fill_(3)
-        return FakeCUDAGraph(steps, rows, shared, truncated)
+        return FakeCUDAGraph(steps, rows, shared, processed)
 
     monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", True)
     monkeypatch.setattr(CUDAGraphRunner, "_capture", capture)

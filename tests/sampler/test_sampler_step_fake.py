@@ -5,6 +5,7 @@ without a GPU.
 from __future__ import annotations
 
 import gc
+import math
 import sys
 import weakref
 from collections import Counter
@@ -17,7 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.sampler import expert_layers, make_decoder
-from rl.sampler.cuda_graphs import DecodeInputs, decode_step
+from rl.sampler.cuda_graphs import (
+    NO_PROCESSING,
+    DecodeInputs,
+    ProcessedRows,
+    count_processing_bytes,
+    decode_step,
+)
 from rl.sampler.decoder_fast import FastDecoder
 from rl.sampler.decoder_weights import DecoderWeights
 
@@ -49,6 +56,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.done, self.waits, self.leaves, self.made, self.launched = [], [], [], [], Counter()
         self.launching, self.born, self.stayed = False, [], []
+        self.alive, self.live = [], []  # new tensors, and their bytes after each operation
         self.grids = {}  # by kernel: grid and options of the latest launch
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -69,6 +77,12 @@ class Recorder(TorchDispatchMode):
         if kind in FROM_NOTHING and not (self.launching and kind == "empty"):
             self.made.append((name, tuple(outside[0].shape)))
         self.born += [weakref.ref(t) for t in outside if not any(t is item for item in inside)]
+        storages = [t.untyped_storage()._cdata for t in inside]
+        self.alive += [
+            weakref.ref(t) for t in outside if t.untyped_storage()._cdata not in storages
+        ]
+        self.alive = [item for item in self.alive if item() is not None]
+        self.live.append(sum(item().untyped_storage().nbytes() for item in self.alive))
         return out
 
 
@@ -143,9 +157,11 @@ def fake_decoder(real: FastDecoder) -> FastDecoder:
     return FastDecoder(real.architecture, weights)
 
 
-def two_steps(wire, model, rows, shared, choices=0, truncated=0) -> tuple[list, int, DecodeInputs]:
+def two_steps(
+    wire, model, rows, shared, choices=0, processed=NO_PROCESSING
+) -> tuple[list, int, DecodeInputs]:
     """Return the operations of a step, which must equal those of the next step, the number of
-    layers and the buffers. `choices`: recorded experts of a token. `truncated`: rows.
+    layers and the buffers. `choices`: recorded experts of a token.
     """
     real = make_decoder(model, dtype=torch.bfloat16, kind="fast")
     with FakeTensorMode():
@@ -161,9 +177,10 @@ def two_steps(wire, model, rows, shared, choices=0, truncated=0) -> tuple[list, 
         results = []
         for _ in range(2):
             wire.done.clear()
+            wire.live.clear()
             wire.born.clear()
             with wire:
-                decode_step(decoder, kv, rope, buffers, rows, 8, shared, truncated)
+                decode_step(decoder, kv, rope, buffers, rows, 8, shared, processed)
             results.append(list(wire.done))
             gc.collect()
             wire.stayed += [item for item in wire.born if item() is not None]
@@ -219,13 +236,24 @@ def test_a_step_of_experts_waits_for_nothing_either(recorder, monkeypatch, kind,
     assert buffers.experts.shape == (8, 1024, 2 * layers)
 
 
-def test_a_step_of_truncated_rows_waits_for_nothing_either(recorder):
-    """Their logits are sorted in parts of 64 rows, and each part makes the ranks."""
-    model = tiny_model("qwen3", vocab_size=5000)
-    two_steps(recorder, model, 256, True, truncated=200)
-    assert {name for name, _ in recorder.made} == {"aten.arange.default"}
+@pytest.mark.parametrize("truncates", [True, False])
+def test_a_step_with_logits_processing_waits_for_nothing_either(recorder, truncates):
+    """Logits are processed in parts of at most 2^21. Truncated rows are sorted, and each of their
+    parts makes the ranks. The live temporaries and those of torch's sort (32 bytes a number, read
+    in its source) are at most the bytes in the memory plan.
+    """
+    model = tiny_model("qwen3", vocab_size=32_000)
+    two_steps(recorder, model, 256, True, processed=ProcessedRows(200, truncates))
     sorts = [shapes[0] for name, *shapes in recorder.done if name.startswith("aten.sort")]
-    assert sorts == [(64, 5000)] * 3 + [(8, 5000)]
+    assert sorts == ([(65, 32_000)] * 3 + [(5, 32_000)] if truncates else [])
+    assert {name for name, _ in recorder.made} == ({"aten.arange.default"} if truncates else set())
+    peak = max(
+        live + (32 * math.prod(shapes[0]) if name.startswith("aten.sort") else 0)
+        for (name, *shapes), live in zip(recorder.done, recorder.live, strict=True)
+    )
+    planned = count_processing_bytes(256, 32_000)
+    assert planned == 65 * 32_000 * 52 and peak < 1.02 * planned
+    assert not truncates or peak > 0.99 * planned
     recorder.made.clear()
     check_step(recorder)
 

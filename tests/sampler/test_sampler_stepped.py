@@ -21,9 +21,10 @@ from sampler_models import (  # noqa: F401
 )
 
 from rl.sampler import Engine, SamplingRequest, make_decoder
-from rl.sampler.cuda_graphs import CUDAGraphRunner, row_buckets
+from rl.sampler.cuda_graphs import NO_PROCESSING, CUDAGraphRunner, ProcessedRows, row_buckets
 from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.paged_state import PagedState
+from rl.sampler.token_sampling import MAX_BIASES
 from rl.types import SamplingParams
 
 LORA = [
@@ -34,7 +35,7 @@ LORA = [
 
 def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
     """Return groups on prompts of any length, with greedy rows, temperatures, several kinds of
-    stops, and sometimes top-k, top-p or min-p.
+    stops, and sometimes top-k, top-p, min-p, biases or a minimum length.
     """
     prompts = [rng.integers(0, vocab, int(rng.integers(1, 20))).tolist() for _ in range(3)]
     requests = []
@@ -47,8 +48,13 @@ def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]
             min_p=0.1 if rng.random() < 0.2 else 0.0,
             untruncated_logprobs=bool(rng.random() < 0.3),
             stop=stop,
+            max_tokens=int(rng.integers(1, 25)),
         )
-        params = SamplingParams(max_tokens=int(rng.integers(1, 25)), **options)
+        if rng.random() < 0.3:
+            options["logit_bias"] = {int(rng.integers(vocab)): 2.5, 0: -1.0}
+        if rng.random() < 0.3:
+            options["min_tokens"] = int(rng.integers(1, options["max_tokens"] + 1))
+        params = SamplingParams(**options)
         prompt = prompts[int(rng.integers(3))]
         requests.append(
             make_request(prompt, int(rng.integers(1, 5)), problem=i, seed=4, params=params)
@@ -230,7 +236,7 @@ def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_pree
     decoder, monkeypatch
 ):
     """No step uses `PagedState.decode`: new prompts get their first token and join, also if rows
-    truncate their distribution.
+    truncate their distribution, have biases, or may not end yet.
     """
     waiting = preempted = 0
     for seed in range(6):
@@ -272,13 +278,20 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
     assert ahead > 20 and launched > ahead
 
 
-SCENARIOS = ("full weights", "LoRA", "tight pool", "new weights", "truncated rows")
+SCENARIOS = ("full weights", "LoRA", "tight pool", "new weights", "logits processing")
+PROCESSING = (
+    {"top_k": 5, "top_p": 0.9, "logit_bias": {4: 3.0, 0: -2.0}},
+    {"min_p": 0.1, "min_tokens": 12, "untruncated_logprobs": True},
+    {},
+    {"temperature": 0.0, "logit_bias": {5: 6.0}, "min_tokens": 20},
+    {"min_tokens": 25},
+    {"logit_bias": {3: 5.0}, "min_tokens": 9, "untruncated_logprobs": True},
+)
 
 
-def truncation(scenario, i):
-    """Return the parameters of request i that truncate its distribution; none for every third."""
-    options = [{"top_k": 5, "top_p": 0.9}, {"min_p": 0.1, "untruncated_logprobs": True}, {}]
-    return options[i % 3] if scenario == "truncated rows" else {}
+def make_processing(scenario, i):
+    """Return the parameters of request i that truncate its distribution or adjust its logits."""
+    return PROCESSING[i] if scenario == "logits processing" else {}
 
 
 def play_scenario(scenario, engine, requests, decoder, steps):
@@ -310,8 +323,8 @@ def test_steps_of_the_device_draw_what_those_of_the_host_do(scenario):
         models[0] = add_lora(models[0], LORA)
     decoder, new = (make_decoder(model, kind="fast") for model in models)
     requests = [
-        make_request(prompt, 4, max_tokens=30, problem=i, **truncation(scenario, i))
-        for i, prompt in enumerate(random_prompts([5, 9, 12]))
+        make_request(prompt, 4, max_tokens=30, problem=i, **make_processing(scenario, i))
+        for i, prompt in enumerate(random_prompts([5, 9, 12, 7, 4, 10]))
     ]
     # the same tokens before the new weights: a step admits and samples 1, each other step 8 or 1
     limits = {"kv_cache_tokens": 128, "max_rows": 7} if scenario == "tight pool" else {}
@@ -323,6 +336,44 @@ def test_steps_of_the_device_draw_what_those_of_the_host_do(scenario):
     for sample, expected in zip(mine, plain, strict=True):
         assert (sample[0], sample[2]) == (expected[0], expected[2])
         np.testing.assert_allclose(sample[1], expected[1], atol=1e-4)
+
+
+def test_a_row_needs_no_processing_when_its_minimum_is_reached(decoder, monkeypatch):
+    """The first token comes from the prefill, and each launch samples 4. Also if the next steps are
+    launched before the last ones are read.
+    """
+    processed, run = [], CUDAGraphRunner.run
+    monkeypatch.setattr(
+        CUDAGraphRunner, "run", lambda *args: processed.append(args[5]) or run(*args)
+    )
+    stops = tuple(range(20))
+    request = make_request([4, 9, 2], 4, max_tokens=40, min_tokens=11)
+    expected = run_requests(Engine(decoder, stops), [request])
+    lengths = [len(s.tokens) for s in expected[0].sequences]
+    assert min(lengths) == 12 and max(lengths) > 13  # half of the vocabulary stops
+    for ahead in (False, True):
+        engine = multistep_engine(decoder, stops, steps_per_sync=4)
+        engine.runs_ahead = ahead
+        check_same(run_requests(engine, [request]), expected, 1e-4)
+        # before tokens 2, 6 and 10
+        assert processed[:3] == [ProcessedRows(4, False)] * 3
+        assert set(processed[3:]) == {NO_PROCESSING}
+        processed.clear()
+
+
+@pytest.mark.parametrize("count", [MAX_BIASES, MAX_BIASES + 1])
+def test_rows_with_more_biases_than_the_buffers_hold_run_on_the_host(count, monkeypatch):
+    decodes, decode = [], PagedState.decode
+    monkeypatch.setattr(PagedState, "decode", lambda *args: decodes.append(1) or decode(*args))
+    decoder = make_decoder(tiny_model("qwen3", vocab_size=1500), kind="fast")
+    bias = dict(zip(range(count), np.linspace(-9, 9, count).tolist(), strict=True))
+    requests = [
+        make_request([4, 9, 2], 2, max_tokens=12, logit_bias=bias),
+        make_request([5, 7], 2, max_tokens=12, logit_bias={1499: 4.0, 0: 7.0}, problem=1),
+    ]
+    expected = run_requests(Engine(decoder, (3,)), requests)
+    check_same(run_requests(multistep_engine(decoder, (3,)), requests), expected, 1e-4)
+    assert bool(decodes) == (count > MAX_BIASES)
 
 
 @pytest.fixture

@@ -122,6 +122,17 @@ def test_top_k_ties_keep_the_lowest_ids():
     assert cut.isfinite().tolist() == [[True, True, False, False]]
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9999])
+def test_a_top_p_of_1_keeps_every_token(top_p):
+    """The float64 sum of float32 probabilities may exceed 1 before the last tokens."""
+    torch.manual_seed(0)
+    logits = torch.randn(8, 20_000) * 2
+    probability = logits.sort(-1, descending=True)[0].softmax(-1).double()
+    assert (probability.cumsum(-1) - probability >= 1).any()
+    cut = truncate_logits(logits, torch.full((8,), 20_000), torch.full((8,), top_p).double())
+    assert torch.equal(cut, logits) == (top_p == 1)
+
+
 @pytest.mark.parametrize("vocab", [7, 512, 513, 5000, 151_936])
 def test_inverse_cdf_equals_exact_sums_and_never_takes_weight_zero(vocab):
     generator = torch.Generator().manual_seed(vocab)
