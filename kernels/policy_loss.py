@@ -11,7 +11,8 @@ loss is a SUM over active tokens:
                          active tokens)                  arXiv 2507.18071
 lo and hi are absolute ratios (0.8 and 1.2, not 0.2).
 
-Inactive tokens are selected away before any exp: their values, NaN included, change nothing.
+Inactive tokens are selected away before any exp: their values, NaN included, change nothing. A
+ratio at an advantage of 0, which may overflow, changes the counts of METRICS only.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def _policy_loss_torch(
         if kind == "gspo" and cu_seqlens is not None
         else d
     )
+    below, above = r < low, r > high
+    r = r.where(advantage != 0, 1.0)
     clipped = torch.clamp(r, low, high)  # type: ignore[arg-type]
     if kind == "dro":
         loss, grad = 0.5 * beta * d * d - lp * advantage, beta * d - advantage
@@ -79,7 +82,7 @@ def _policy_loss_torch(
         loss = -torch.minimum(r * advantage, clipped * advantage)
         # written so that a NaN stays a NaN
         grad = torch.where(r * advantage > clipped * advantage, 0.0, -r * advantage)
-    columns = (loss, torch.ones_like(lp), (r < low).float(), (r > high).float())
+    columns = (loss, torch.ones_like(lp), below.float(), above.float())
     return torch.stack(columns).where(active, 0.0).sum(1), grad.where(active, 0.0)
 
 

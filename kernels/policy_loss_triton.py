@@ -59,6 +59,7 @@ def _bound(at, active, value, HAS_TENSOR: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _token_loss(lp, d, r, adv, lo, hi, beta, KIND: tl.constexpr):
     """Return each token's loss and its derivative by lp; d = lp - q, r is the ratio."""
+    r = tl.where(adv != 0.0, r, 1.0)  # a ratio without an advantage may overflow
     # The device's default minimum and maximum drop a NaN, as would a comparison; the loss would
     # then hide the NaN.
     clipped = tl.minimum(

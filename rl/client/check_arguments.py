@@ -25,7 +25,7 @@ from rl.losses import (
 )
 from rl.rollout import check_datum
 from rl.types import Datum, ImageAssetPointerChunk, ImageChunk, ModelInput, TensorData
-from rl.types.number_checks import validate_number
+from rl.types.number_checks import shorten, validate_number
 
 _POSITIVE = {"minimum": 0.0, "open_ends": True}
 # by key of a loss_fn_config: the expected value in words, and its bounds
@@ -141,7 +141,30 @@ def check_call(
             label, value = f"datum {i}: temperature", datum.temperature
             if validate_number(label, value, expected, minimum=0.0) != 0:
                 validate_number(label, value, expected, minimum=1e-3)
+        if i % loss.group:
+            _check_alike(data, i - i % loss.group, i, name)
+        labels = {*datum.loss_fn_inputs["labels"].tolist()} if "labels" in loss.required else {1}
+        if labels not in ({1}, {-1}):
+            raise BadRequestError(
+                f"datum {i}: 'labels' are 1 throughout a good answer's datum and -1 throughout a "
+                f"bad answer's, got {shorten(sorted(labels), 80)}"
+            )
     return loss, data
+
+
+def _check_alike(data: Sequence[Datum], first: int, other: int, name: str) -> None:
+    """Raise BadRequestError unless both or neither of two datums that belong together have images
+    and each field: the loss reads the fields of the first.
+    """
+    parts = [
+        {*data[i].loss_fn_inputs, *(["images"] * bool(data[i].model_input.images_with_positions()))}
+        for i in (first, other)
+    ]
+    if parts[0] != parts[1]:
+        raise BadRequestError(
+            f"datums {first} and {other} belong together ({name}) and only one of them has "
+            f"{sorted(parts[0] ^ parts[1])}: give it to both or to neither"
+        )
 
 
 def resolve_images(model_input: Any, info: Mapping[str, Any]) -> Any:

@@ -73,7 +73,7 @@ class TrainingClient(AwaitableClient):
     ):
         super().__init__(context, created, "free_model", model_id)
         self._service = service
-        self._pending_backwards: list[Future] = []  # since the last optim_step
+        self._pending_backwards: list[Future] = []  # since the last optim_step or load_state
         self.model_id = model_id
         self.recorder: CallRecorder | None = None  # receives the learner calls (an extension)
         self._user_metadata = dict(user_metadata or {})
@@ -267,9 +267,9 @@ class TrainingClient(AwaitableClient):
         """Apply an AdamW update with the accumulated gradient. Metrics hold `grad_norm` (before
         clipping).
 
-        If no gradient is accumulated, nothing changes and `skipped` is 1. If a forward_backward has
-        failed since the last step, an error is raised, the gradients are dropped and the weights
-        are unchanged. `adam_params`: the older name of `optim_params`.
+        If no gradient is accumulated, nothing changes and `skipped` is 1. If a forward_backward or
+        a load_state has failed since the last step or load_state, an error is raised, the gradients
+        are dropped and the weights are unchanged. `adam_params`: the older name of `optim_params`.
         """
         params_passed = [params for params in (optim_params, adam_params) if params is not None]
         if len(params_passed) != 1 or not isinstance(params_passed[0], AdamParams):
@@ -429,6 +429,7 @@ class TrainingClient(AwaitableClient):
     def _load(self, path: str, with_optimizer: bool) -> APIFuture[types.LoadWeightsResponse]:
         path = os.path.expanduser(path)
         future = self._submit("load_state", path, with_optimizer)
+        self._pending_backwards = [future]  # it drops what earlier backwards, failed ones too, left
         return APIFuture(future, lambda _: types.LoadWeightsResponse(path))
 
     def _make_save_path(

@@ -38,7 +38,7 @@ from rl.jsonl import flush_to_disk, write_atomically
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_PARTIAL = re.compile(r".+\.partial-\d+")
+_PARTIAL = re.compile(r"(.+)\.partial-(\d+)")
 _REPLACED = re.compile(r"(.+)\.replaced-(\d+)")
 # Longest name: file systems take 255 bytes, and the step and ".partial-<pid>" are appended.
 _MAX_NAME_LENGTH = 200
@@ -108,6 +108,7 @@ def write_checkpoint(
             "remove it"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_interrupted(folder)
     remove_expired(folder.parent)
     free = shutil.disk_usage(folder.parent).free
     if expected_bytes * 1.05 + 2**20 > free:
@@ -117,7 +118,6 @@ def write_checkpoint(
             f"free{_FREE_SPACE_HINT}"
         )
     aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
         yield aside
@@ -177,6 +177,14 @@ def restore_replaced(folder: Path) -> None:
         ):
             os.rename(path, folder)
             return
+
+
+def _remove_interrupted(folder: Path) -> None:
+    """Remove what processes that have ended wrote of `folder`."""
+    for path in list(folder.parent.iterdir()):
+        match = _PARTIAL.fullmatch(path.name)
+        if match and match[1] == folder.name and not _is_running(int(match[2])):
+            shutil.rmtree(path, ignore_errors=True)  # never a link
 
 
 def _is_running(pid: int) -> bool:

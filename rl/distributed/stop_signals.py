@@ -95,9 +95,9 @@ class StopRequest:
             _end_immediately(code, reason)
 
     def __enter__(self) -> StopRequest:
+        """Install the handlers on rank 0."""
         # Ranks other than 0 call defer_signals_to_driver when they serve. Before that a signal that
         # ends them loses nothing.
-        """Install the handlers on rank 0."""
         if _is_main_thread() and os.environ.get("RANK", "0") == "0":
             for number in SIGNALS:
                 self._previous_handlers[number] = signal.signal(number, self._handle_signal)

@@ -22,6 +22,7 @@ from rl.types import ImageChunk
 _PART_TYPES = ("image", "image_url", "input_image")
 IMAGE_KEYS = ("image", "image_url", "url", "path", "base64", "data", "bytes")
 _MAX_PATH = 4096  # characters
+_MIN_BASE64 = 92  # characters of the smallest PNG's 67 bytes
 _REMEDY = "give a path, bytes, base64 text, or a PIL image"
 _FORMATS: dict[str | None, Literal["png", "jpeg"]] = {"PNG": "png", "JPEG": "jpeg"}
 
@@ -212,7 +213,8 @@ def _read_bytes(source: str | Path, folder: Path | None) -> bytes:
         )
     if (path := find_image_file(source, folder)) is not None:
         return path.read_bytes()
-    if isinstance(source, Path) or len(text) < 100 or (len(text) <= _MAX_PATH and "." in text):
+    is_short = len(text) < _MIN_BASE64
+    if isinstance(source, Path) or is_short or (len(text) <= _MAX_PATH and "." in text):
         name = text.removeprefix("file://")
         raise UserError(f"no image file at {name if folder is None else folder / name}")
     return _decode_base64(text)

@@ -382,8 +382,8 @@ class Learner:
         head, and layers that read on the host themselves (flash_attn on packed rows, images,
         experts).
 
-        Raises FloatingPointError if the loss is not finite; the gradients since the last step are
-        dropped then. Raises OtherRankFailed if another rank failed.
+        Raises FloatingPointError if the loss is not finite; after a backward the gradients since
+        the last step are dropped then. Raises OtherRankFailed if another rank failed.
         """
         self.num_micro_batches = share.num_micro_batches
         # A GPU that waits for the host between two micro-batches idles.
@@ -409,7 +409,7 @@ class Learner:
                 # On a GPU the copy waits for the others, which may take long for their share.
                 sum_over_ranks(sums["loss:sum"], failed=True).tolist()
             raise
-        totals = self._read_totals(sums, loss)
+        totals = self._read_totals(sums, loss, backward)
         if not parts:
             del totals["loss:sum"]
         outputs = collect_outputs(parts)
@@ -450,12 +450,14 @@ class Learner:
             metrics = {**metrics, "rerouted:sum": rerouted, "routed:sum": routed}
         return value.detach(), token_outputs, metrics
 
-    def _read_totals(self, sums: Mapping[str, Tensor], loss: LossSpec) -> dict[str, float]:
+    def _read_totals(
+        self, sums: Mapping[str, Tensor], loss: LossSpec, backward: bool
+    ) -> dict[str, float]:
         """Return the sums of this rank as numbers, in one copy from the device.
 
         Raises OtherRankFailed if another rank failed, and FloatingPointError on every rank if the
-        sum of the losses over all ranks is not finite; the gradients since the last step are
-        dropped then.
+        sum of the losses over all ranks is not finite; after a backward the gradients since the
+        last step are dropped then.
         """
         loss_and_failures = sum_over_ranks(sums["loss:sum"], failed=False)
         *values, loss_total, failures = torch.cat(
@@ -464,11 +466,13 @@ class Learner:
         if failures:
             raise OtherRankFailed
         if not math.isfinite(loss_total):
-            self.drop_gradients()
+            if backward:
+                self.drop_gradients()
+            dropped = "The gradients since the last step were dropped; the weights are unchanged. "
             raise FloatingPointError(
-                f"the loss ({loss.fn.__name__}) is {loss_total}: a logprob or an input is "
-                "not finite. The gradients since the last step were dropped, and the weights "
-                "are unchanged. Look for logprobs of -inf in the datums, or lower the learning rate"
+                f"the loss ({loss.fn.__name__}) is {loss_total}: a logprob or an input is not "
+                f"finite, or a ratio overflowed. {dropped * backward}Look for logprobs far below "
+                "the others in the datums, or lower the learning rate"
             )
         return dict(zip(sums, values, strict=True))
 
@@ -500,7 +504,8 @@ class Learner:
             with search, self.router_aux_loss.record() as balance:
                 part = self.head(self.backend.wrapped, request, **self._model_inputs(side))
             parts.append(self._gather_tokens(part, side))
-            balances += [] if balance is None else [balance(side, loss)]
+            if balance is not None:
+                balances.append(balance(side, loss))
         logp, entropy_T, values_T = merge_sub_batches(parts, batch.sub_batch_order)
         fields = batch.inputs if values_T is None else {**batch.inputs, "values": values_T}
         value, metrics = loss.compute(

@@ -534,10 +534,10 @@ def _load_adapter(
     folder: Path, spec: ModelSpec, base_model: str | None, load: Callable[..., LoadedModel]
 ) -> LoadedModel:
     """Load an adapter folder on its base."""
-    checkpoint_folder = folder.parent if folder.name == "model" else folder
+    checkpoint = folder.parent if folder.name == "model" else folder
     tokenizer = spec.tokenizer
     if spec.lora and base_model is None:
-        base, tokenizer = resolve_base_model(spec, str(checkpoint_folder))
+        base, tokenizer = resolve_base_model(spec, str(checkpoint))
     else:
         base = base_model or read_base_name(folder)
     loaded = load(base, tokenizer=tokenizer, seed=spec.seed)

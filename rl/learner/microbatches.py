@@ -15,7 +15,7 @@ from rl.distributed import collectives
 from rl.learner.packing import (
     PackedBatch,
     TokenSelector,
-    block_cost,
+    block_shape,
     choose_layout,
     collate,
     copy_to_device,
@@ -145,11 +145,12 @@ class MicroBatchPlanner:
             layout = "padded" if sees or two_forwards else self._choose_layout(same)
             varlen = self.varlen and layout != "padded"
             together = make_blocks(same, layout, self.token_budget, group, varlen=varlen)
-            costs = [block_cost(same, block, layout, varlen=varlen) for block in together]
+            shapes = [block_shape(same, block, layout, varlen=varlen) for block in together]
             share = self.token_budget
             if world > 1:  # at least as many micro-batches as ranks
-                share = max(1, min(self.token_budget, -(-sum(costs) // world)))
-            for chunk in plan_micro_batches(costs, share, "packed" if varlen else layout):
+                total = sum(rows * longest for rows, longest in shapes)
+                share = max(1, min(self.token_budget, -(-total // world)))
+            for chunk in plan_micro_batches(shapes, share, "packed" if varlen else layout):
                 units = [[members[i] for i in unit] for j in chunk for unit in together[j]]
                 dealt[sees, two_forwards].append(MicroBatchPlan(layout, units, kind[0]))
         return [

@@ -13,6 +13,10 @@ support them (see rl.learner.layout_probe):
             an explicit mask, so it costs (prompt + all answers)^2. Best if prompts are long
             compared with answers, or everything is short. With rl.learner.varlen_attention there is
             no mask, and all rows lie one after another in a single row without padding.
+
+From small to large: datum, unit (datums with one prompt: a row), block (the units of a group of
+datums, such as a pair), chunk (the blocks of a micro-batch). A micro-batch that needs two forwards
+has two sub-batches.
 """
 
 from __future__ import annotations
@@ -166,16 +170,12 @@ def make_blocks(
     return result
 
 
-def block_cost(
+def block_shape(
     datums: Sequence[Datum], block: Sequence[Sequence[int]], layout: str, *, varlen: bool = False
-) -> int:
-    """Return the positions that a block takes.
-
-    In a single row (packed, or `varlen`): the sum of its units. Otherwise: the number of rows times
-    the longest.
-    """
+) -> tuple[int, int]:
+    """Return the (rows, longest row) that a block takes; a single row if packed, or `varlen`."""
     costs = [unit_cost(datums, unit, varlen=varlen) for unit in block]
-    return sum(costs) if layout == "packed" or varlen else len(costs) * max(costs)
+    return (1, sum(costs)) if layout == "packed" or varlen else (len(costs), max(costs))
 
 
 def choose_layout(datums: Sequence[Datum], token_budget: int, hidden_size: int) -> str:
@@ -217,12 +217,14 @@ def unit_cost(datums: Datums, unit: Sequence[int], *, varlen: bool = False) -> i
     return max(positions, -(-(tokens + shared) // KEYS_PER_POSITION)) if varlen else positions
 
 
-def plan_micro_batches(lengths: Sequence[int], token_budget: int, layout: str) -> list[list[int]]:
-    """Return the units of each micro-batch as lists of indices, at most `token_budget` positions
-    each.
+def plan_micro_batches(
+    shapes: Sequence[tuple[int, int]], token_budget: int, layout: str
+) -> list[list[int]]:
+    """Return the blocks of each micro-batch as lists of indices, at most `token_budget` positions
+    each. `shapes`: (rows, longest row) of each block.
 
     The cost is the layout's size: rows x longest if rows are padded, the sum of lengths if packed.
-    A unit longer than the budget gets a separate micro-batch, since it must be trained on too.
+    A block above the budget gets a separate micro-batch, since it must be trained on too.
     Order is longest first, so that neighbors have similar lengths and the largest micro-batch,
     which determines peak memory, comes first. The result depends only on the arguments. Raises
     ValueError for a budget below 1.
@@ -231,15 +233,19 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int, layout: str) -
         raise ValueError(
             f"the token budget of a micro-batch must be at least 1, got {token_budget}"
         )
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    rows, lengths = [shape[0] for shape in shapes], [shape[1] for shape in shapes]
+    order = sorted(range(len(shapes)), key=lambda i: (-lengths[i], i))
     if layout == "packed":
         return _first_fit(order, lengths, token_budget)
     batches: list[list[int]] = []
+    num_rows = 0
     for i in order:
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= token_budget:
+        num_rows += rows[i]
+        if batches and num_rows * lengths[batches[-1][0]] <= token_budget:
             batches[-1].append(i)
         else:
             batches.append([i])
+            num_rows = rows[i]
     return batches
 
 

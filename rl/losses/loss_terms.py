@@ -28,6 +28,7 @@ Inputs = Mapping[str, Tensor]
 Config = Mapping[str, Any]
 Metrics = dict[str, Tensor]
 
+_MAX_K3_EXPONENT = 60.0
 KL_KINDS = ("k1", "k2", "k3", "k3_pathwise")
 TERM_CONFIG = ("entropy_coef", "kl_coef", "kl_kind", "value_coef", "value_clip")
 MASK_FIELDS = ("mask", "sequence_ratio_mask")
@@ -118,7 +119,9 @@ def estimate_kl(
             value_T = k2_T
         case "k1":
             value_T = gap_T
-        case "k3" | "k3_pathwise":
+        case "k3":  # the value has no gradient and must not overflow
+            value_T = torch.expm1((-gap_T).clamp(max=_MAX_K3_EXPONENT)) + gap_T
+        case "k3_pathwise":
             value_T = torch.expm1(-gap_T) + gap_T
         case _:
             raise ValueError(f"unknown kl_kind {kind!r}: expected {', '.join(KL_KINDS)}")

@@ -20,7 +20,8 @@ A datum's `mask` (or `sequence_ratio_mask`), if it has a mask, selects the token
 trains and counts: tokens with a nonzero mask, for any advantage. Without a mask these are the
 tokens with a nonzero advantage. Some losses must know the actions exactly (`dro`, `gspo`, entropy,
 KL, values); rl.client.check_arguments adds a mask to their datums beforehand. Masked positions are
-selected away, never multiplied by zero: a NaN at a masked position changes nothing.
+selected away, never multiplied by zero: a NaN at a masked position changes nothing. Ratios at an
+advantage of 0 are selected away likewise: they may overflow.
 
 rl.losses.loss_terms holds what is added to a policy-gradient loss: entropy, KL to a reference,
 value loss.
@@ -88,10 +89,12 @@ def _clip(ratio_T: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
 
 
 def _clip_metrics(
-    ratio_T: Tensor, low: Tensor | float, high: Tensor | float, active_T: Tensor
+    gap_T: Tensor, low: Tensor | float, high: Tensor | float, active_T: Tensor
 ) -> Metrics:
-    """Return the counts of active tokens and of those with a ratio outside the thresholds."""
-    ratio = ratio_T.detach()
+    """Return the counts of active tokens and of those with a ratio e^gap outside the
+    thresholds.
+    """
+    ratio = gap_T.detach().exp()
     return {
         "clipped_low:sum": (active_T & (ratio < low)).sum(),
         "clipped_high:sum": (active_T & (ratio > high)).sum(),
@@ -125,7 +128,7 @@ def importance_sampling(
     """
     active_T = get_trained_mask(inputs)
     advantages_T = select_masked(active_T, inputs["advantages"])
-    ratio_T = _log_ratio(logp_T, inputs, active_T).exp()
+    ratio_T = _log_ratio(logp_T, inputs, advantages_T != 0).exp()
     return -(ratio_T * advantages_T).sum(), {"active_tokens:sum": active_T.sum()}
 
 
@@ -138,10 +141,11 @@ def ppo(
     """
     active_T = get_trained_mask(inputs)
     advantages_T = select_masked(active_T, inputs["advantages"])
-    ratio_T = _log_ratio(logp_T, inputs, active_T).exp()
+    gap_T = _log_ratio(logp_T, inputs, active_T)
+    ratio_T = select_masked(advantages_T != 0, gap_T).exp()
     low, high = _clip_bounds(inputs, config)
     objective_T = torch.minimum(ratio_T * advantages_T, _clip(ratio_T, low, high) * advantages_T)
-    return -objective_T.sum(), _clip_metrics(ratio_T, low, high, active_T)
+    return -objective_T.sum(), _clip_metrics(gap_T, low, high, active_T)
 
 
 def cispo(
@@ -152,10 +156,11 @@ def cispo(
     """
     active_T = get_trained_mask(inputs)
     advantages_T = select_masked(active_T, inputs["advantages"])
-    ratio_T = _log_ratio(logp_T, inputs, active_T).exp().detach()
+    gap_T = _log_ratio(logp_T, inputs, active_T).detach()
+    ratio_T = select_masked(advantages_T != 0, gap_T).exp()
     low, high = _clip_bounds(inputs, config)
     loss = -(_clip(ratio_T, low, high) * select_masked(active_T, logp_T) * advantages_T).sum()
-    return loss, _clip_metrics(ratio_T, low, high, active_T)
+    return loss, _clip_metrics(gap_T, low, high, active_T)
 
 
 def dro(
@@ -190,10 +195,10 @@ def gspo(
     gap_T = _log_ratio(logp_T, inputs, active_T).detach()
     mean_T = average_per_datum(gap_T, active_T, cu_seqlens)
     live_T = select_masked(active_T, logp_T)
-    ratio_T = mean_T.exp() * (live_T - live_T.detach()).exp()
+    ratio_T = select_masked(advantages_T != 0, mean_T).exp() * (live_T - live_T.detach()).exp()
     low, high = _clip_bounds(inputs, config)
     objective_T = torch.minimum(ratio_T * advantages_T, _clip(ratio_T, low, high) * advantages_T)
-    return -objective_T.sum(), _clip_metrics(ratio_T, low, high, active_T)
+    return -objective_T.sum(), _clip_metrics(mean_T, low, high, active_T)
 
 
 def value(
@@ -208,7 +213,8 @@ def value(
 def custom(
     logp_T: Tensor, entropy_T: Tensor, inputs: Inputs, cu_seqlens: Tensor, config: Config
 ) -> tuple[Tensor, Metrics]:
-    """Compute a loss with gradient -`weights` by logprobs and -`value_weights` by values.
+    """Compute a loss whose gradient by logprobs is `weights` times -1, and by values
+    `value_weights` times -1.
 
     This is the learner's side of a loss that the user computes.
     """
@@ -283,7 +289,6 @@ class LossSpec:
                       split
     unit              what the loss is a sum over: "token", "group" (of answers: single answers or
                       pairs), or "own" for a custom loss, for which it is unknown
-
     at_sampling_temperature  evaluated at the temperature of the last sampling, unless the config
                              sets a temperature
     """
@@ -395,6 +400,8 @@ class LossSpec:
         needed = {"values_old": "value_clip"} if config.get("value_clip") is not None else {}
         if self.terms:
             needed = get_required_fields(config)
+            if "proximal_share" in fields:
+                needed["logprobs"] = "proximal_share"
         for name, setting in needed.items():
             if name not in fields:
                 raise BadRequestError(

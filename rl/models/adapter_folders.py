@@ -97,8 +97,8 @@ def resolve_adapter_chain(name: str) -> tuple[AdapterBase, set[str]]:
         if not is_adapter(root.name):
             return root, adapted
         folder = Path(root.name).expanduser()
-        modules = read_adapter_config(folder).get("target_modules") or ()
-        adapted |= {modules} if isinstance(modules, str) else set(modules)
+        modules = read_adapter_config(folder).get("target_modules") or []
+        adapted |= set(modules) if isinstance(modules, list) else {str(modules)}
         root = find_adapter_base(folder)
     raise UserError(
         f"{name}: its adapter is based on more than {_MAX_CHAIN} others, or on itself: pass "

@@ -36,9 +36,16 @@ def convert_read_errors(name: str) -> Iterator[None]:
 
     try:
         yield
-    except (SafetensorError, json.JSONDecodeError) as error:  # JSON: the index of the files
+    except (
+        SafetensorError,
+        json.JSONDecodeError,  # the index of the files
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise UserError(
-            f"the weights of {name} cannot be read, since a file is damaged or truncated: {error}"
+            f"the weights of {name} cannot be read, since a file is damaged or truncated: "
+            f"{type(error).__name__}: {error}"
         ) from error
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
@@ -120,7 +127,8 @@ def load_checked_adapter(model: Any, folder: Path) -> Any:
         warnings.filterwarnings("ignore", message="Found missing adapter keys")
         try:
             adapted = PeftModel.from_pretrained(model, str(folder))
-        except (ValueError, KeyError) as error:  # no such modules; an unknown type
+        # no such modules; an unknown type; values of wrong types
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"the adapter in {folder} does not fit the model "
                 f"({type(error).__name__}: {error}): pass the base model that it was trained on "

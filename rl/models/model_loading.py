@@ -104,13 +104,9 @@ def load_model(base_model: str, *, tokenizer: str | None = None, seed: int = 0) 
     try:
         with convert_config_errors(base_model):
             config = AutoConfig.from_pretrained(source)
+            settings = {**_attention_kwargs(), **_dequantization_kwargs(config, base_model)}
         model = load_checked_model(
-            select_auto_class(config),
-            source,
-            base_model,
-            dtype=torch.float32,
-            **_attention_kwargs(),
-            **_dequantization_kwargs(config, base_model),
+            select_auto_class(config), source, base_model, dtype=torch.float32, **settings
         )
     except OSError as error:
         hint = (
@@ -157,7 +153,9 @@ def load_model_lazily(base_model: str, *, tokenizer: str | None = None) -> Loade
         warn_on_rank_zero(f"each process reads all of {base_model}: {reason}")
         return None
     if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(str(folder))
+        # an unreadable file is ignored, as by `load_model`
+        with contextlib.suppress(OSError), convert_read_errors(base_model):
+            model.generation_config = GenerationConfig.from_pretrained(str(folder))
     source = str(folder) if Path(base_model).expanduser().is_dir() else base_model
     return _add_tokenizer(model, base_model, source, tokenizer, stored)
 
@@ -316,7 +314,14 @@ def convert_config_errors(base_model: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except (
+        StrictDataclassError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
         reason = " ".join(str(error).split())
         if not isinstance(error, (StrictDataclassError, ValueError)):
             reason = f"{type(error).__name__}: {reason}"

@@ -56,7 +56,7 @@ def _load_with_transformers(name: str, required: bool) -> Any | None:
             # GPT-2's original files name no class
             return GPT2Tokenizer.from_pretrained(str(folder))
         return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if required:
             raise UserError(f"cannot load the tokenizer {name!r}: {error}") from error
         if has_files:

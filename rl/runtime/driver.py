@@ -153,7 +153,8 @@ class VerbRouter:
         self._samplers = GroupService(settings, SAMPLER)
         # by version: verbs that wait for it
         self._pending_versions: dict[int, list[VerbCall]] = {}
-        # by model with weights sent to the samplers: the dtypes that the samplers narrow, by name
+        # by model with weights sent to the samplers: the dtypes that the samplers narrow, by name;
+        # None: no sampler has answered yet
         self._sent_models: dict[int, dict[str, torch.dtype] | None] = {}
         # by version: (model id, version of the learner), and the (temperature,
         # changes_distribution) pairs that were reported to that learner
@@ -207,7 +208,7 @@ class VerbRouter:
         """Stage the learner's weights and transfer them to the samplers."""
         model_id, version_id = call.arguments
         first = model_id not in self._sent_models
-        known = self._sent_models.setdefault(model_id, None)  # None: no sampler has answered yet
+        known = self._sent_models.setdefault(model_id, None)
         dtypes = None if known is None else dict(known)
 
         def forget_if_failed(completed: Future) -> None:

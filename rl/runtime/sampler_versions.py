@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 from rl.distributed import get_launch_sharding
@@ -94,14 +94,22 @@ class SamplerVersion:
     """Hold weights that can be sampled from: a decoder, and the learner (if it lives on this rank)
     and version that they come from.
 
-    `learned`: whether a learner, here or on other ranks, trains on the samples.
+    `loaded`: the model of the decoder, which is not kept: it may be freed before the version.
+    `learner` is None from then on. `learned`: whether a learner, here or on other ranks, trains on
+    the samples.
     """
 
     decoder: Decoder
-    loaded: LoadedModel
+    loaded: InitVar[LoadedModel]
     version: int
     learner: Learner | None
     learned: bool = False
+
+    def __post_init__(self, loaded: LoadedModel) -> None:
+        self.eos_token_ids, self.tokenizer = loaded.eos_token_ids, loaded.tokenizer
+        self.max_context = find_max_context(loaded.model)
+        on_servers = isinstance(self.decoder, VllmDecoder)
+        self.experts = describe_layers(loaded.model).experts if on_servers else None
 
     def report_params(self, requests: Sequence[SamplingRequest]) -> None:
         """Report to the learner the way its weights are sampled, if it is still at this version."""
@@ -127,15 +135,15 @@ def make_version_engine(
     (`rl.sampler.engine_selection`).
     """
     settings: dict[str, Any] = {
-        "eos_token_ids": source.loaded.eos_token_ids,
-        "tokenizer": source.loaded.tokenizer,
-        "max_context": find_max_context(source.loaded.model),
+        "eos_token_ids": source.eos_token_ids,
+        "tokenizer": source.tokenizer,
+        "max_context": source.max_context,
         "version": source.version,
     }
     if isinstance(source.decoder, VllmDecoder):
         check_features(("vllm", *(("adapters per row",) if mixed else ())))
         if sampler_settings.router_replay and source.learned:
-            settings["experts"] = describe_layers(source.loaded.model).experts
+            settings["experts"] = source.experts
             check_has_experts(settings["experts"] is not None)
         return VllmEngine(source.decoder, **settings)
     settings["kv_cache_tokens"] = sampler_settings.kv_cache_tokens
@@ -159,7 +167,7 @@ def _iter_request_sizes(
     """Yield (prompt tokens, samples, most tokens) of each request. A request without a limit may
     fill the model's context, if that is limited.
     """
-    longest = find_max_context(source.loaded.model) or 0
+    longest = source.max_context or 0
     for request in requests:
         prompt = len(request.prompt)
         yield prompt, request.num_samples, max(request.params.max_tokens or longest + 1 - prompt, 1)

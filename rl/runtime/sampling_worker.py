@@ -322,9 +322,8 @@ class SamplingWorker:
             if self.tp_group is None:
                 loaded.model.to(self.accelerator.device)
             decoder = self._make_decoder(loaded.model, base_keys[0] if base_keys else None)
-        if (on_servers or self.tp_group is not None) and not self.base_models.enabled:
-            # the weights or the shard have been copied: free the full model in host memory
-            loaded.model.to("meta")
+        if not self.base_models.enabled:
+            loaded.model.to("meta")  # the decoder, or the servers, have copied the weights
         learner = None if saved_by is None else self.learners.get(saved_by)
         self.versions[version_id] = SamplerVersion(
             decoder, loaded, version, learner, learned=saved_by is not None

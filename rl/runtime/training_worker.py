@@ -112,7 +112,7 @@ class TrainingWorker(SamplingWorker):
 
     # --------------------------------------------------------------------------------------- models
 
-    @verb()
+    @verb(in_step=True)
     def create_model(
         self, model_id: int, spec: ModelSpec, state: str | None, with_optimizer: bool
     ) -> dict[str, Any]:
@@ -232,6 +232,9 @@ class TrainingWorker(SamplingWorker):
         learner = self.learners.pop(model_id, None)
         if learner is not None:  # None if its creation failed
             learner.backend.release()
+            for version in self.versions.values():
+                if version.learner is learner:
+                    version.learner = None  # the version stays, without the learner's memory
         self.specs.pop(model_id, None)
         self.base_keys.pop(model_id, None)
         self.latest_decoders.pop(model_id, None)
@@ -340,7 +343,7 @@ class TrainingWorker(SamplingWorker):
 
     # ------------------------------------------------------------------------------------- sampling
 
-    @verb(SAMPLER, version_arg=1, router_method="snapshot")
+    @verb(SAMPLER, version_arg=1, router_method="snapshot", in_step=True)
     def snapshot(self, model_id: int, version_id: int) -> dict[str, Any]:
         """Copy the learner's current weights to a new sampler version. Return the learner's version
         and the seconds it took.
@@ -369,7 +372,7 @@ class TrainingWorker(SamplingWorker):
             version_id, version, begin, self.base_models.find_mix_group(decoder)
         )
 
-    @verb(SAMPLER, version_arg=1, router_method="snapshot_base")
+    @verb(SAMPLER, version_arg=1, router_method="snapshot_base", in_step=True)
     def snapshot_base(self, model_id: int, version_id: int) -> dict[str, Any]:
         """Create a sampler version of the base model under the LoRA adapter: the adapter's B
         matrices are 0, and the base weights are those of its sampler.
@@ -448,7 +451,7 @@ class TrainingWorker(SamplingWorker):
         if learner is not None and learner.version == version:
             learner.sampling_record.record(version, params)
 
-    @verb()
+    @verb(in_step=True)
     def take_snapshot(
         self,
         model_id: int,
@@ -481,7 +484,11 @@ class TrainingWorker(SamplingWorker):
     def wait_for_verbs(self) -> None:
         """Do nothing. Its future completes after all verbs submitted before."""
 
-    @verb(LEARNER, lambda parts: (ConsistencyReport.merge([p[0] for p in parts]), parts[0][1]))
+    @verb(
+        LEARNER,
+        lambda parts: (ConsistencyReport.merge([p[0] for p in parts]), parts[0][1]),
+        in_step=True,
+    )
     def check_sync(
         self, model_id: int, version_id: int | None, datums: Sequence[Datum], temperature: float
     ) -> tuple[ConsistencyReport, WeightSnapshot | None]:
@@ -514,7 +521,7 @@ class TrainingWorker(SamplingWorker):
 
     # --------------------------------------------------------------------------------------- saving
 
-    @verb(LEARNER)
+    @verb(LEARNER, in_step=True)
     def save_state(
         self,
         model_id: int,
@@ -547,7 +554,7 @@ class TrainingWorker(SamplingWorker):
         )
         return path
 
-    @verb(LEARNER)
+    @verb(LEARNER, in_step=True)
     def save_for_sampler(
         self,
         model_id: int,
@@ -570,7 +577,7 @@ class TrainingWorker(SamplingWorker):
         )
         return path
 
-    @verb(LEARNER, router_method="forget_sent_weights")
+    @verb(LEARNER, router_method="forget_sent_weights", in_step=True)
     def load_state(self, model_id: int, path: str, with_optimizer: bool) -> dict[str, Any]:
         """Load a checkpoint's weights, and its optimizer if requested. Return the checkpoint's
         state.

@@ -35,7 +35,8 @@ class VerbSpec:
                    on failed
     split          method of the worker that rank 0 calls with the submitted arguments: it returns
                    each rank's arguments; None: every rank gets the submitted arguments
-    in_step        its ranks wait for each other: if one fails, the others may never answer
+    in_step        its ranks communicate (gather or sum weights or gradients): if one fails, the
+                   others may never answer
     router_method  method of `VerbRouter` that executes a sampler verb with the help of the
                    learners, or that runs beside a learner verb
     """

@@ -88,7 +88,9 @@ class RankExecutor:
     @verb(SERVICE, is_cleanup=True)
     def close_service(self, service: int) -> None:
         """Free the memory of the service's models and samplers."""
-        self._workers.pop(service).free_all()
+        worker = self._workers.pop(service, None)
+        if worker is not None:  # None if its creation failed
+            worker.free_all()
 
 
 class ClosedService:
@@ -377,7 +379,11 @@ class GroupService:
         self._group, self._service_id = WorkerGroup.join(settings, group)
         opened = VerbCall("open_service", (self._service_id, settings, machines.address))
         self.submit(opened)
-        self.device: str = opened.future.result()
+        try:
+            self.device: str = opened.future.result()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def alive(self) -> bool:

@@ -24,7 +24,8 @@ class TensorData:
     """Hold an array that is sent between driver and workers: `data` (flat), `dtype` ("int64" |
     "float32"), `shape`.
 
-    The data is a single numpy array (`array`), so that sending needs no copy. Compressed sparse
+    The data is a single numpy array (`array`), so that sending needs no copy. It is a copy: a verb
+    may read it after its caller has reused the buffer. Compressed sparse
     rows (`sparse_crow_indices`, `sparse_col_indices`, with `shape`) are expanded with zeros. Raises
     ValueError for ragged or non-numeric data, and for ids that are not whole numbers.
     """
@@ -52,7 +53,7 @@ class TensorData:
             _check_whole(array)
         # A number beyond float32 becomes infinite; the losses check for that.
         with np.errstate(over="ignore"):
-            array = np.ascontiguousarray(array, dtype=_DTYPES[dtype])
+            array = np.array(array, dtype=_DTYPES[dtype], order="C", ndmin=1)
         if sparse_crow_indices is not None or sparse_col_indices is not None:
             array = _expand_sparse(array, shape, sparse_crow_indices, sparse_col_indices)
         if shape is not None:

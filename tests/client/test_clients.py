@@ -1,12 +1,14 @@
 """Test Tinker's verbs in process: futures, sampler and learner, saving, errors."""
 
 import asyncio
+import gc
 import itertools
 import json
 import math
 import os
 import random
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +226,31 @@ def test_an_update_after_a_failed_forward_backward_is_refused(full_client):
     assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0  # the client still works
 
 
+def test_a_forward_whose_loss_is_not_finite_leaves_the_gradient(full_client):
+    client, datums, overflows = full_client, random_datums(2), random_datums(2)
+    overflows[0].loss_fn_inputs["logprobs"].array[:] = -1e30
+    client.forward_backward(datums, "importance_sampling").result()
+    expected = gradient()
+    with pytest.raises(FloatingPointError, match="ratio overflowed. Look for"):
+        client.forward(overflows, "importance_sampling").result()
+    assert torch.equal(gradient(), expected)
+    assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0
+
+
+def test_a_loaded_state_ends_the_refusal_of_a_failed_forward_backward(full_client):
+    client, datums = full_client, random_datums(2)
+    path = client.save_state("good").result().path
+    datums[0].loss_fn_inputs["logprobs"].array[:] = -1e30
+    client.forward_backward(datums, "importance_sampling")
+    client.load_state_with_optimizer(path)
+    client.forward_backward(random_datums(3), "importance_sampling")
+    assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0
+    client.load_state(path + "-missing")
+    client.forward_backward(random_datums(3), "importance_sampling")
+    with pytest.raises(RuntimeError, match="not run, because an earlier load_state failed"):
+        client.optim_step(ADAM).result()
+
+
 @pytest.mark.parametrize("custom", [False, True])
 def test_nothing_is_left_of_a_backward_that_failed_halfway(full_client, monkeypatch, custom):
     """The next optimizer step is refused, and the step after it equals that of an undisturbed
@@ -260,6 +287,19 @@ def test_nothing_is_left_of_a_backward_that_failed_halfway(full_client, monkeypa
 
 def test_malformed_calls_are_refused_where_they_are_made(full_client):
     client, good = full_client, random_datums(1)
+    chosen, rejected = [Datum(ModelInput.from_ints([3, 4]), {
+        "target_tokens": [4, 5], "mask": [0.0, 1.0], "ref_logprobs": [0.0, -1.0]
+    }) for _ in range(2)]  # fmt: skip
+    without = chosen.with_inputs({"target_tokens": [4, 5], "mask": [0.0, 1.0]})
+
+    def label(*labels):
+        return [chosen.with_inputs({**chosen.loss_fn_inputs, "labels": labels})]
+
+    moved = good[0].with_inputs({
+        "target_tokens": good[0].loss_fn_inputs["target_tokens"],
+        "advantages": good[0].loss_fn_inputs["advantages"],
+        "proximal_share": good[0].loss_fn_inputs["advantages"],
+    })  # fmt: skip
     fields = {"target_tokens": [4, 5, 6, 7], "logprobs": [-1.0], "advantages": [1.0]}
     short = Datum(ModelInput.from_ints([3, 4, 5, 6]), fields)
     too_long = Datum(ModelInput.from_ints([3] * 513), {"target_tokens": [3] * 513})
@@ -279,6 +319,13 @@ def test_malformed_calls_are_refused_where_they_are_made(full_client):
         (lambda: client.forward_backward_custom(good, lambda data, logp: (torch.tensor(1.0), {})),
          "scalar tensor that depends on the logprobs"),
         (lambda: client.forward([], "dpo", {"label_smoothing": 0.5}), "below 0.5, got 0.5"),
+        (lambda: client.forward([chosen, without], "dpo"),
+         r"datums 0 and 1 belong together .dpo. and only one of them has \['ref_logprobs'\]"),
+        (lambda: client.forward([chosen, rejected, without, rejected], "ipo"), "datums 2 and 3"),
+        (lambda: client.forward(label(0, 0), "kto"), r"datum 0: 'labels' are 1 .* got \[0\]"),
+        (lambda: client.forward(label(-1, 1), "kto"), r"got \[-1, 1\]"),
+        (lambda: client.forward([moved], "importance_sampling"),
+         "datum 0 lacks loss_fn_inputs.'logprobs'., which proximal_share needs"),
         (lambda: client.optim_step(1e-4), "AdamParams"),
         (lambda: sample([3], target_prompt_logprobs=[]),
          "is a types.TensorData of token ids.*got a list"),
@@ -325,6 +372,18 @@ def test_done_and_release_see_to_samples_that_wait(full_client):
     waiting = sampler.sample(PROMPT, 1, SamplingParams(max_tokens=2))
     sampler.release()
     assert len(waiting.result().sequences) == 1
+
+
+def test_a_released_model_leaves_only_its_samplers_weights(full_client, service):
+    train(full_client, 1)
+    learner = weakref.ref(_workers[None].learners[0])
+    sampler = full_client.save_weights_and_get_sampling_client()
+    request = PROMPT, 1, SamplingParams(max_tokens=4, seed=1)
+    expected = sampler.sample(*request).result().sequences[0].tokens
+    full_client.release()
+    assert sampler.sample(*request).result().sequences[0].tokens == expected
+    gc.collect()
+    assert learner() is None
 
 
 # ---------------------------------------------------------------------- the sampler and the learner

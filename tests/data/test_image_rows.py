@@ -102,6 +102,14 @@ def test_small_images_as_bare_base64_are_no_file_names(tmp_path, side, seed):
     assert image.data == data
 
 
+def test_the_smallest_png_as_bare_base64_is_no_file_name(tmp_path):
+    Image.new("1", (1, 1)).save(tmp_path / "dot.png")
+    data = (tmp_path / "dot.png").read_bytes()
+    text = base64.b64encode(data).decode()
+    assert len(text) < 100
+    assert make_image_chunk(text).data == data
+
+
 @pytest.mark.parametrize(
     ("form", "says"),
     [

@@ -42,9 +42,30 @@ print("update", client.optim_step(AdamParams()).result().metrics["grad_norm"] > 
 """
 
 
-def start(folder, config, failing):
+# Rank FAILING fails where it gathers weights with the others.
+GATHER = """
+import os, sys
+sys.path.insert(0, {repo!r})
+import torch
+from rl import ServiceClient
+from rl.learner import Learner
+from rl.runtime import WorkerSettings, worker_group
+worker_group.FAILURE_SECONDS = 3.0
+gather = Learner.iter_weights
+def fails(self, **options):
+    if os.environ["RANK"] == {failing!r}:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. If reserved")
+    return gather(self, **options)
+Learner.iter_weights = fails
+service = ServiceClient(output_dir=".", settings=WorkerSettings(timeout_seconds=600))
+client = service.create_full_training_client("tiny:addition")
+client.save_weights_and_get_sampling_client().result()
+"""
+
+
+def start(folder, config, failing, text=SCRIPT):
     script = folder / "fails.py"
-    script.write_text(SCRIPT.format(repo=str(REPO), failing=failing))
+    script.write_text(text.format(repo=str(REPO), failing=failing))
     return start_launch(config, folder, script=str(script))
 
 
@@ -64,12 +85,13 @@ def test_ranks_that_communicate_only_at_the_end_go_on(tmp_path, failing):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", ["0", "1"])
-def test_ranks_that_wait_inside_a_micro_batch_end_soon(tmp_path, failing):
-    launch = start(tmp_path, "fsdp2", failing)
+@pytest.mark.parametrize("text", [SCRIPT, GATHER], ids=["micro-batch", "gather"])
+def test_ranks_that_wait_for_each_other_end_soon(tmp_path, failing, text):
+    launch = start(tmp_path, "fsdp2", failing, text)
     begin = time.monotonic()
     codes = launch.wait(90)  # the timeout is 600 s
     assert codes == [1, 1], launch.output()
     assert time.monotonic() - begin < 90
     text = " ".join(launch.output(int(failing)).split())
-    assert "CUDA out of memory" in text and "lower token_budget" in text, text
+    assert "CUDA out of memory" in text and "To use less, lower" in text, text
     assert "After that, rank " in text and "did not answer within 3 s" in text, text

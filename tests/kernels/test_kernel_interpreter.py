@@ -439,11 +439,12 @@ def test_policy_loss(monkeypatch):
 
     monkeypatch.setattr(policy_loss_triton, "BLOCK", 16)  # several programs
     g = torch.Generator().manual_seed(0)
-    lp, old, adv, low = (torch.randn(37, generator=g) for _ in range(4))
+    lp, old, adv, low = (torch.randn(39, generator=g) for _ in range(4))
     low = 0.7 + 0.1 * low
-    cu = torch.tensor([0, 5, 5, 20, 37])
-    mask = torch.rand(37, generator=g) < 0.6
+    cu = torch.tensor([0, 5, 5, 20, 37, 39])
+    mask = torch.rand(39, generator=g) < 0.6
     old = torch.where(mask, lp + 0.3 * old, float("nan"))  # defect 13
+    old[37:], adv[37:], mask[37:] = -200.0, 0.0, True  # ratios overflow, and have no advantage
     for kind in KINDS:
         for lower in (None, low):
             bounds = (0.8, 1.2) if lower is None else (lower, torch.tensor(1.2))
@@ -453,6 +454,7 @@ def test_policy_loss(monkeypatch):
             )
             check_close(mine[0], expected[0], 1e-5)
             check_close(mine[1], expected[1], 1e-5)
+            assert mine[0].isfinite().all() and mine[1].isfinite().all()
 
 
 @mark_interpreted

@@ -192,13 +192,18 @@ def test_logprobs_over_a_large_vocabulary_are_exact_to_1e_5():
 
 
 def test_plan_by_hand():
-    assert plan_micro_batches([3, 9, 4, 2], 10, "packed") == [[1], [2, 0, 3]]
+    shapes = [(1, 3), (1, 9), (1, 4), (1, 2)]
+    assert plan_micro_batches(shapes, 10, "packed") == [[1], [2, 0, 3]]
     # Two rows of 4 take 8 positions, three would take 12.
-    assert plan_micro_batches([3, 9, 4, 2], 10, "padded") == [[1], [2, 0], [3]]
+    assert plan_micro_batches(shapes, 10, "padded") == [[1], [2, 0], [3]]
+    # A row of 5 and two rows of 2 take 3 x 5 positions.
+    assert plan_micro_batches([(2, 2), (1, 5)], 14, "shared") == [[1], [0]]
+    assert plan_micro_batches([(2, 2), (1, 5)], 15, "shared") == [[1, 0]]
     # A sequence longer than the budget gets a separate micro-batch.
-    assert plan_micro_batches([50], 10, "packed") == plan_micro_batches([50], 10, "padded") == [[0]]
+    for layout in ("packed", "padded"):
+        assert plan_micro_batches([(1, 50)], 10, layout) == [[0]]
     with pytest.raises(ValueError, match="at least 1"):
-        plan_micro_batches([1], 0, "packed")
+        plan_micro_batches([(1, 1)], 0, "packed")
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -206,7 +211,7 @@ def test_plan_by_hand():
 def test_property_a_plan_holds_every_datum_once_within_its_budget(layout, seed):
     rng = np.random.default_rng(seed)
     lengths, budget = rng.integers(1, 60, 40).tolist(), int(rng.integers(1, 200))
-    batches = plan_micro_batches(lengths, budget, layout)
+    batches = plan_micro_batches([(1, length) for length in lengths], budget, layout)
     assert sorted(i for batch in batches for i in batch) == list(range(40))
     for batch in batches:
         cost = (

@@ -86,6 +86,13 @@ def test_expected_gradient_of_each_kl_estimator_by_enumeration(kind, on_policy):
         assert loss.item() == pytest.approx(kl.item(), rel=1e-12)
 
 
+def test_the_value_of_k3_does_not_overflow():
+    logp = torch.tensor([-1.0], requires_grad=True)
+    estimate = estimate_kl(logp, torch.tensor([99.0]), "k3").sum()  # e^100 is beyond float32
+    assert math.isfinite(estimate.item())
+    assert torch.autograd.grad(estimate, logp)[0].item() == -100.0  # g grad lp
+
+
 def test_the_kl_term_over_stale_samples_is_deepseeks_unbiased_estimate():
     """The term has the gradient of r k3, differentiated with its ratio r (arXiv 2512.02556), sample
     by sample. On policy it is k3 without the ratio.

@@ -1,6 +1,7 @@
 """Test the losses: by hand, and expectations enumerated on a tiny vocabulary."""
 
 import itertools
+import math
 import pickle
 from dataclasses import replace
 
@@ -105,6 +106,24 @@ def test_an_all_masked_batch_gives_zero_with_a_graph(name):
     loss = value(name, logp, {"advantages": torch.zeros(6), "logprobs": torch.zeros(6)})
     (gradient,) = torch.autograd.grad(loss, logp)
     assert loss.item() == 0.0 and not gradient.any()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", [*RL_LOSSES, "gspo"])
+def test_a_ratio_that_overflows_changes_nothing_without_an_advantage(name, fused):
+    spec, results = get_loss(name), []
+    for q in (-1.0, -200.0):  # the ratio e^200 is beyond float32
+        logp = torch.tensor([-1.0, -1.0, -2.0, -0.5], requires_grad=True)
+        inputs = {
+            "advantages": torch.tensor([0.0, 0.0, 1.0, -2.0]),
+            "logprobs": torch.tensor([q, -1.0, -1.5, -1.0]),
+            "mask": torch.ones(4),
+        }
+        config = {"clip_high_threshold": math.inf} if spec.config else {}
+        function = spec.fused_function if fused else spec.fn
+        loss, _ = function(logp, logp, inputs, torch.tensor([0, 2, 4]), config)
+        results.append((loss.item(), torch.autograd.grad(loss, logp)[0].tolist()))
+    assert results[0] == results[1] and math.isfinite(results[0][0])
 
 
 def test_clip_metrics_count_by_hand():

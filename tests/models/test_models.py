@@ -43,10 +43,11 @@ def test_a_package_that_imports_torch_may_be_imported_first(package):
 
 
 @pytest.mark.parametrize("load", [load_model, load_model_lazily])
-def test_a_truncated_index_is_named(load, tmp_path):
+@pytest.mark.parametrize("text", ['{"metadata": {', "{}", "[]"])
+def test_a_damaged_index_is_named(load, text, tmp_path):
     load_model("tiny:ascii").model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {')
+    (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(UserError, match=f"weights of {tmp_path} cannot be read.* damaged"):
         load(str(tmp_path))
 
@@ -67,8 +68,24 @@ def test_a_config_with_a_wrong_value_is_named(load, change, named, tmp_path):
         load(str(tmp_path))
 
 
-@pytest.mark.parametrize("change", [{"target_modules": ["c_attn"]}, {"peft_type": "NO_SUCH"}])
-def test_an_adapter_of_another_architecture_is_named(change, tmp_path):
+def test_a_damaged_generation_config_is_ignored_or_named(tmp_path):
+    load_model("tiny:ascii").model.save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"a":')
+    assert load_model_lazily(str(tmp_path)).eos_token_ids == load_model(str(tmp_path)).eos_token_ids
+    file.write_text("[]")
+    for load in (load_model, load_model_lazily):
+        with pytest.raises(UserError, match="TypeError"):
+            load(str(tmp_path))
+
+
+@pytest.mark.parametrize("change", [
+    {"target_modules": ["c_attn"]},
+    {"target_modules": 3},
+    {"peft_type": "NO_SUCH"},
+    {"r": "2"},
+])  # fmt: skip
+def test_an_adapter_that_does_not_fit_is_named(change, tmp_path):
     add_lora(load_model("tiny:ascii"), LoraConfig(rank=2)).model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **change}))
@@ -76,12 +93,15 @@ def test_an_adapter_of_another_architecture_is_named(change, tmp_path):
         load_model(str(tmp_path))
 
 
+@pytest.mark.parametrize("content", [None, b"{}", b"[]"])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_tokenizer_that_is_damaged_is_named(name, tmp_path):
+def test_a_tokenizer_that_is_damaged_is_named(name, content, tmp_path):
+    if (name, content) == ("tokenizer_config.json", b"{}"):
+        return  # a valid one
     loaded = load_model("tiny:ascii")
     loaded.model.save_pretrained(tmp_path)
     loaded.tokenizer.save_pretrained(tmp_path)
-    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:40])
+    (tmp_path / name).write_bytes(content or (tmp_path / name).read_bytes()[:40])
     with pytest.warns(UserWarning, match=f"tokenizer of {tmp_path} is ignored, it cannot be read"):
         assert load_model(str(tmp_path)).tokenizer is None
 

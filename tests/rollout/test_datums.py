@@ -202,5 +202,11 @@ def test_tensor_data_round_trips():
     )
     assert TensorData.from_torch(torch.tensor([1, 2], dtype=torch.int32)).dtype == "int64"
     assert TensorData.from_torch(torch.tensor([1.5], dtype=torch.bfloat16)).tolist() == [1.5]
+    buffer = np.full(2, 7.0, np.float32)  # a caller may reuse it before a verb has read the data
+    makers = TensorData, TensorData.from_numpy, lambda a: TensorData.from_torch(torch.from_numpy(a))
+    held = [make(buffer) for make in makers]
+    datum = Datum(ModelInput.from_ints([1, 2]), {"weights": buffer})
+    buffer[:] = 0.0
+    assert [data.tolist() for data in (*held, datum.loss_fn_inputs["weights"])] == [[7.0, 7.0]] * 4
     with pytest.raises(ValueError, match="int64"):
         TensorData([1], "int32")

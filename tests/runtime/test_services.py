@@ -16,7 +16,7 @@ from test_distributed import run_launch
 
 from rl import ServiceClient
 from rl.errors import UserError
-from rl.runtime import Driver, WorkerSettings
+from rl.runtime import Driver, SamplerSettings, WorkerSettings
 from rl.runtime.training_worker import TrainingWorker
 from rl.runtime.worker_group import WorkerGroup
 
@@ -42,6 +42,17 @@ def test_a_closed_service_says_so_and_closing_twice_does_nothing(tmp_path):
         open_one.create_full_training_client("tiny:addition").result()
         with pytest.raises(UserError, match="'success', 'errored' or 'interrupted', got 'fine'"):
             open_one.close("fine")
+
+
+def test_a_service_that_fails_to_open_does_not_keep_the_thread(monkeypatch):
+    monkeypatch.setattr(WorkerGroup, "_running", {})
+    first = Driver(WorkerSettings())
+    sampler = SamplerSettings(kind="vllm", command="no-such-program")
+    with pytest.raises(UserError, match="no-such-program"):
+        Driver(WorkerSettings(sampler=sampler))
+    assert not first.closed
+    first.close()
+    assert not WorkerGroup._running
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from rl.algorithms import Distillation
 from rl.algorithms.distillation import DistillationSettings, DistillSettings
 from rl.config import SamplingSettings
 from rl.distributed import collectives
+from rl.learner import learner_checkpoint
 from rl.models import load_model
 from rl.rollout import Env, EnvGroupBuilder, StepResult, rollout
 from rl.runtime import WorkerSettings
@@ -156,6 +157,23 @@ def test_a_teachers_answers_do_not_depend_on_the_batch_around_them(tmp_path):
         assert together != answers(teacher, rows, seed=8)
         first, second = answers(teacher, [rows[0], rows[0]])  # twice in a batch: two streams
         assert first == together[0] != second
+
+
+def test_a_loaded_sampler_holds_only_the_decoders_copy_of_its_weights(monkeypatch):
+    """The fp32 model would take twice the decoder's memory again."""
+    models, load = [], learner_checkpoint.load_for_sampling
+
+    def record(*arguments):
+        result = load(*arguments)
+        models.append(result[0].model)
+        return result
+
+    monkeypatch.setattr(learner_checkpoint, "load_for_sampling", record)
+    worker = TrainingWorker(WorkerSettings())
+    worker.load_sampler(1, None, "tiny:addition")
+    assert all(parameter.is_meta for parameter in models[0].parameters())
+    responses, _ = worker.sample(1, [make_request([3, 4], 1, max_tokens=2, seed=3, problem=0)])
+    assert responses[0].sequences
 
 
 def test_samples_do_not_depend_on_the_number_of_ranks(monkeypatch):

@@ -157,6 +157,7 @@ def test_a_replaced_checkpoint_is_there_under_its_name_whenever_its_writer_dies(
     assert checkpoint_folder.read_verified_state(folder) == {"is": "new" if new else "old"}
     save('{"is": "newer"}')
     assert checkpoint_folder.read_verified_state(folder) == {"is": "newer"}
+    assert not list(tmp_path.glob("*.partial-*"))  # of the writer that died, too
     checkpoint_folder.remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
