@@ -38,6 +38,8 @@ from rl.types import TRUNCATION_DEFAULTS
 _TRUNCATED_AT_ONCE = 64
 # written by a step
 _STEP_OUTPUTS = ("token", "position", "remaining", "at", "tokens", "logprobs", "experts")
+# set to 0 before a step that captures: groups of an earlier batch name rows outside of the bucket
+_CLEARED = ("remaining", "at", "shares", "order", "place", "group", "starts", "shared_length")
 
 
 def _buffer(dims: str, dtype: torch.dtype = torch.int64) -> Any:
@@ -357,7 +359,8 @@ class CUDAGraphRunner:
         """
         shared = rows > 1 and (shared or (rows, True, truncated) in self._graphs)
         if (rows, shared, truncated) not in self._graphs:
-            saved = {name: getattr(self.buffers, name).clone() for name in _STEP_OUTPUTS}
+            changed = {*_STEP_OUTPUTS, *_CLEARED}
+            saved = {name: getattr(self.buffers, name).clone() for name in changed}
             sizes = [rows] if truncated else [size for size in self.buckets if size <= rows]
             for size in reversed(sizes):
                 key = (size, shared and size > 1, truncated)
@@ -377,8 +380,8 @@ class CUDAGraphRunner:
             stream.wait_stream(torch.cuda.current_stream())
             # warm-up: compiles kernels and allocates workspaces, which a capture may not do
             with torch.cuda.stream(stream):
-                b.remaining.zero_()
-                b.at.zero_()
+                for name in _CLEARED:
+                    getattr(b, name).zero_()
                 decode_step(*step_args)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()

@@ -204,15 +204,14 @@ class HFForward:
     def max_batch_tokens(self, reads_all: bool) -> int:
         """Return the limit on the padded tokens of a batch of several sequences.
 
-        `reads_all`: whether logits of all their positions are needed, not only of the last.
+        `reads_all`: whether logits of all their positions are needed, not only of the last. Some
+        models compute all of them in any case.
         """
-        if not reads_all:
+        if not reads_all and self._takes_logits_to_keep:
             return PREFILL_TOKENS
         return min(PREFILL_TOKENS, MAX_LOGITS_PER_SLICE // self.vocab_size)
 
-    def batch_by_length(
-        self, lengths: Sequence[int], max_tokens: int = PREFILL_TOKENS
-    ) -> list[list[int]]:
+    def batch_by_length(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Return batches of indices of sequences of equal length.
 
         A batch is as large as the plan and `max_tokens` allow.

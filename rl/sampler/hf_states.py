@@ -323,7 +323,8 @@ class RecomputeState(HFState):
             row.append(token)
         self.response_lengths = self.response_lengths + 1
         logits = self._new_logits(len(tokens))
-        for batch in self.decoder.batch_by_length([len(row) for row in self.rows]):
+        max_tokens = self.decoder.max_batch_tokens(reads_all=False)
+        for batch in self.decoder.batch_by_length([len(row) for row in self.rows], max_tokens):
             batch_logits = self.decoder.plain_forward([self.rows[i] for i in batch], last_only=True)
             logits[torch.tensor(batch, device=logits.device)] = batch_logits[:, -1].float()
         return logits

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -22,9 +23,17 @@ from sampler_models import (  # noqa: F401
     tiny_model,
 )
 from sampler_population import POPULATION, VOCAB, build
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.errors import UserError
-from rl.sampler import Engine, make_decoder, score_sequences, verify_decoder
+from rl.sampler import (
+    Engine,
+    decoder_factory,
+    forward_hf,
+    make_decoder,
+    score_sequences,
+    verify_decoder,
+)
 from rl.sampler.decode_state import BatchSize, Prompt
 from rl.sampler.decoder_hf import HFDecoder
 from rl.sampler.forward_hf import BatchingPlan
@@ -129,18 +138,31 @@ def test_rows_that_feel_each_other_are_run_one_at_a_time(size):
     check_scored(decoder, model)
 
 
-def test_a_fast_decoder_that_is_not_the_model_is_not_used():
+def test_a_fast_decoder_that_is_not_the_model_is_not_used(monkeypatch):
     """The code of this Llama differs from the Llama that the fast decoder implements."""
     model = tiny_model("llama")
     model.model.layers[1].mlp.forward = lambda x, mlp=model.model.layers[1].mlp: (
         1.5 * type(mlp).forward(mlp, x)
     )
+    compared, alive = [], []
+
+    def matches_model(decoder, model):
+        compared.append(weakref.ref(decoder))
+        return verify_decoder.matches_model(decoder, model)
+
+    def make_generic(*inputs):
+        alive.append(compared[-1]() is not None)
+        return HFDecoder(*inputs)
+
+    monkeypatch.setattr(decoder_factory, "matches_model", matches_model)
+    monkeypatch.setattr(decoder_factory, "HFDecoder", make_generic)
     with pytest.warns(
         UserWarning, match="fast decoder does not reproduce the logits of this LlamaForCausalLM"
     ):
         decoder = make_decoder(model)
     assert isinstance(decoder, HFDecoder)
-    with pytest.raises(ValueError, match="kind='hf'"):
+    assert alive == [False]  # its memory is free before the generic decoder copies the model
+    with pytest.raises(UserError, match="set sampler to auto or hf"):
         make_decoder(model, kind="fast")
 
 
@@ -154,6 +176,19 @@ def test_the_trial_leaves_model_and_generator_alone():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("rows", ["padded", "recompute"])
+def test_a_model_that_computes_all_logits_reads_fewer_prompts_at_a_time(rows, monkeypatch):
+    """Some models have no `logits_to_keep`: the logits of 8,192 positions would take gigabytes."""
+    decoder, sizes = decoder_of(build("gpt2")), []
+    decoder.plan = BatchingPlan(rows=rows)
+    decoder._takes_logits_to_keep = False
+    monkeypatch.setattr(forward_hf, "MAX_LOGITS_PER_SLICE", 20 * VOCAB)
+    decoder.model.register_forward_hook(lambda *call: sizes.append(call[-1].logits.shape[:2]))
+    requests = [make_request(prompt, max_tokens=2) for prompt in random_prompts([9] * 5, VOCAB)]
+    run_requests(Engine(decoder), requests)
+    assert max(batch * positions for batch, positions in sizes) in (18, 20)
 
 
 # ------------------------------------------------------------ frequencies that depend on the length
@@ -306,6 +341,8 @@ def test_only_matrices_are_cast():
     model = add_lora(
         build("granitemoehybrid", num_local_experts=4, num_experts_per_tok=2), ["q_proj"]
     )
+    decay = torch.nn.Parameter(torch.ones(1, 1, 4, 1))  # as in Kimi Linear
+    model.get_base_model().model.layers[0].register_parameter("A_log_of_heads", decay)
     decoder = decoder_of(model, dtype=torch.bfloat16)
     assert all(buffer.dtype != torch.bfloat16 for buffer in decoder.model.buffers())
     parameters = dict(decoder.model.named_parameters())
@@ -320,6 +357,32 @@ def test_only_matrices_are_cast():
     twin = decoder.fork()
     assert twin.plan == decoder.plan
     assert score_sequences(twin, [[3, 4, 5, 6]]) == score_sequences(decoder, [[3, 4, 5, 6]])
+
+
+class Float32Sizes(TorchDispatchMode):
+    """Add up the sizes in bytes of the float32 tensors that operations allocate."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.before = {p.data_ptr() for p in model.parameters()}
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.total += out.nbytes if out.data_ptr() not in self.before else 0
+        return out
+
+
+def test_a_model_is_cast_while_it_is_copied():
+    """A whole copy in float32 needs twice the memory of the decoder that results."""
+    model = build("gpt2", tie_word_embeddings=True)
+    with Float32Sizes(model) as sizes:
+        decoder = HFDecoder(model, torch.bfloat16)
+    matrices = [p for p in decoder.model.parameters() if p.dtype == torch.bfloat16]
+    assert sizes.total < sum(p.nbytes for p in matrices) / 4
+    assert decoder.model.lm_head.weight is decoder.model.transformer.wte.weight
+    assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def test_matrices_that_a_model_wants_in_float32_stay_so(tmp_path, monkeypatch):
