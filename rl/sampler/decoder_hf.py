@@ -117,13 +117,14 @@ class HFDecoder(HFForward, Decoder):
             kinds = [(b, bool(prompt.images)) for b, prompt in zip(beyond, prompts, strict=True)]
             batches = batch_prompts(lengths, max_tokens, kinds)
         for members in ([prompts[i] for i in batch] for batch in batches):
+            sliced = self.slice_next_logits(members)
             logits = self.plain_forward(
                 [prompt.tokens for prompt in members],
                 last_only=False,
                 images=[prompt.images for prompt in members],
             )
             for row, prompt in enumerate(members):
-                if prompt.reader is not None:
+                if prompt.reader is not None and not sliced:
                     prompt.reader(0, logits[row, : len(prompt.tokens)])
 
     def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:

@@ -43,6 +43,7 @@ class HFState(DecodeState):
         max_tokens = self.decoder.max_batch_tokens(any(prompt.reader for prompt in prompts))
         for indices in self._batch_prompts(prompts, max_tokens):
             members = [prompts[i] for i in indices]
+            sliced = self.decoder.slice_next_logits(members)
             logits, cache = self._forward_prompts(
                 [prompt.tokens for prompt in members],
                 [prompt.images for prompt in members],
@@ -54,7 +55,7 @@ class HFState(DecodeState):
                 prompt.target = self._read_prompt(cache, row, prompt.tokens)
                 if self.records_experts and self.decoder.experts is not None:
                     prompt.experts = self.decoder.experts[row, -length:]
-                if prompt.reader is not None:
+                if prompt.reader is not None and not sliced:
                     prompt.reader(0, logits[row, -length:])
         return torch.stack(last)
 

@@ -26,9 +26,11 @@ from sampler_population import POPULATION, VOCAB, build
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.errors import UserError
+from rl.layers import find_layer_list
 from rl.sampler import (
     Engine,
     decoder_factory,
+    enable_expert_recording,
     forward_hf,
     make_decoder,
     score_sequences,
@@ -189,6 +191,35 @@ def test_a_model_that_computes_all_logits_reads_fewer_prompts_at_a_time(rows, mo
     requests = [make_request(prompt, max_tokens=2) for prompt in random_prompts([9] * 5, VOCAB)]
     run_requests(Engine(decoder), requests)
     assert max(batch * positions for batch, positions in sizes) in (18, 20)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3_text", "lfm2", "qwen3_moe", "opt"])
+@pytest.mark.parametrize("rows", [None, "recompute"])
+def test_logits_of_a_long_prompt_are_read_in_slices(kind, rows, monkeypatch):
+    """The slices are those of the whole forward. The layers run once. OPT's forward bypasses its
+    base model, so its logits are not sliced.
+    """
+    model = build(kind)
+    decoder, prompts = decoder_of(model), random_prompts([30, 5, 5], VOCAB)
+    decoder.plan = decoder.plan if rows is None else BatchingPlan(rows=rows)
+    if decoder.layers.experts and rows is None:
+        enable_expert_recording(decoder)
+    expected, passes, sizes = score_sequences(decoder, prompts), [], []
+    monkeypatch.setattr(forward_hf, "MAX_LOGITS_PER_SLICE", 12 * VOCAB)
+    decoder.model.register_forward_hook(lambda *call: sizes.append(call[-1].logits.shape[:2]))
+    first = find_layer_list(decoder.model)[1][0]
+    first.register_forward_hook(lambda *call: passes.append(1))
+    for mine, other in zip(score_sequences(decoder, prompts), expected, strict=True):
+        np.testing.assert_allclose(mine[1:], other[1:], rtol=0, atol=1e-5)
+    # the first is a trial; the last token of a sequence is not read
+    slices = [(1, 29)] if kind == "opt" else [(1, 5), (1, 12), (1, 12)]
+    assert sizes[0] == (1, 1) and sorted(sizes[1:]) == [*slices, (2, 4)] and len(passes) == 3
+    request = make_request(prompts[0], max_tokens=3, include_prompt_logprobs=True)
+    response = run_requests(Engine(decoder, eos_token_ids=()), [request])[0]
+    np.testing.assert_allclose(response.prompt_logprobs[1:], expected[0][1:], rtol=0, atol=1e-5)
+    check_logprobs(model, prompts[0], response.sequences[0])
+    assert max(positions for _, positions in sizes) == (30 if kind == "opt" else 12)
+    assert not vars(decoder.model.base_model).get("forward")
 
 
 # ------------------------------------------------------------ frequencies that depend on the length
