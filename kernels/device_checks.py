@@ -44,6 +44,8 @@ def supports_addmm_in_place(dtype: torch.dtype) -> bool:
     expected = total.double() + a.double() @ b.double()
     try:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    except torch.OutOfMemoryError:  # a RuntimeError that says nothing about the kernel
+        raise
     except (RuntimeError, TypeError):  # declared, but unsupported for this device or dtype
         return False
     return _allclose(total.double(), expected, 1e-5)
@@ -82,6 +84,8 @@ def check_kernels_agree(
             device = torch.device("cuda", index)
             outputs = [run_kernel(newer, device, dtype) for newer in (True, False)]
             torch.cuda.synchronize()
+        except torch.OutOfMemoryError:  # a RuntimeError that says nothing about the kernel
+            raise
         except (
             RuntimeError,
             AttributeError,

@@ -493,6 +493,8 @@ def linear_logprob(
     x = hidden if flat else hidden.reshape(-1, hidden.shape[-1])
     y = (target if flat else target.reshape(-1)).long()
     with disable_autocast(x):
+        if checked:
+            ignore_index = -1  # no target equals it
         if _is_small_problem(x, weight, saved_bytes):
             logp, ent, lse = _compute_small_problem(
                 x, weight, y, bias, HeadConfig(temperature, softcap), ignore_index, entropy

@@ -76,8 +76,17 @@ def topk_target_logprob(
     Gradients are as in linear_logprob. `checked`: every target is known to lie in [0, V), which
     saves a wait for the GPU. `settings`: further arguments of linear_logprob. No position is
     ignored. If the head learns, the backward waits for the GPU once, for the number of distinct
-    targets. Raises ValueError naming the first target outside [0, V).
+    targets. Raises ValueError for other shapes, or naming the first target outside [0, V).
     """
+    if (
+        target_TK.dim() != 2
+        or hidden_TD.shape[:-1] != target_TK.shape[:1]
+        or not target_TK.shape[1]
+    ):
+        raise ValueError(
+            f"{NAME}: hidden has shape {tuple(hidden_TD.shape)} and target "
+            f"{tuple(target_TK.shape)}; expected [T, D] and [T, K] with K of 1 or more"
+        )
     cast = cast_for_autocast(hidden_TD, weight_VD)
     hidden, weight = cast[0], cast[1]
     assert hidden is not None and weight is not None

@@ -142,7 +142,7 @@ class ModelSettings:
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of the arithmetic. bf16: fp32 weights (frozen weights: base_dtype), bf16 arithmetic, bf16 sampler. auto: bf16 on a GPU, fp32 on a CPU."""
     base_dtype: Literal["auto", "fp32", "bf16", "4bit"] = "auto"
-    """Data type of the frozen matrices under a LoRA adapter; adapters, norms, biases and separate output heads stay fp32. auto: bf16 if the arithmetic is bf16 (this changes no product), else fp32. 4bit: NF4 of the package bitsandbytes with double quantization (QLoRA, arXiv 2305.14314); the sampler's copy is bf16."""
+    """Data type of the frozen matrices under a LoRA adapter; adapters, norms and biases stay fp32. auto: bf16 if the arithmetic is bf16 (this changes no product), else fp32. 4bit: NF4 of the package bitsandbytes with double quantization (QLoRA, arXiv 2305.14314); the sampler's copy is bf16."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     offload_activations: bool = False

@@ -12,6 +12,7 @@ from rl.layers.layer_kinds import (
     find_layer_period,
     keep_first_layers_,
     layers_share_tensors,
+    replace_forward,
     truncate_layers_,
     truncated_layers,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "record_experts",
     "find_layer_period",
     "record_router_scores",
+    "replace_forward",
     "find_routers",
     "truncated_layers",
     "layers_share_tensors",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -192,6 +192,20 @@ def truncated_layers(model: Any) -> Iterator[None]:
     finally:
         if layers is not None:
             _replace_layers(model, layers[0], layers[1])
+
+
+@contextlib.contextmanager
+def replace_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the inner forward of `module`; its hooks stay."""
+    original = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if original is None:
+            del module.forward
+        else:
+            module.forward = original
 
 
 def keep_first_layers_(model: Any, layers: tuple[str, nn.ModuleList], depth: int) -> None:

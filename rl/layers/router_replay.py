@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rl.layers.layer_kinds import ExpertLayout
+from rl.layers.layer_kinds import ExpertLayout, replace_forward
 from rl.layers.receptive_field import unwrap_model
 
 # Maps (scores [T, experts], experts that the router takes [T, K]) to the experts to use.
@@ -68,17 +68,10 @@ def _intercept_choices(
         with _TopKInterceptor(experts, partial(choose, block)):
             return original(*args, **kwargs)
 
-    before = [vars(block).get("forward") for block in blocks]
-    for number, block in enumerate(blocks):
-        block.forward = partial(forward, number, block.forward)
-    try:
+    with contextlib.ExitStack() as stack:
+        for number, block in enumerate(blocks):
+            stack.enter_context(replace_forward(block, partial(forward, number, block.forward)))
         yield
-    finally:
-        for block, original in zip(blocks, before, strict=True):
-            if original is None:
-                del block.forward
-            else:
-                block.forward = original
 
 
 @contextlib.contextmanager

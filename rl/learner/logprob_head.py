@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl.layers import truncated_layers
+from rl.layers import replace_forward, truncated_layers
 from rl.models import get_value_head, get_vocab_size, unwrap_model
 
 
@@ -154,20 +154,6 @@ def _select_positions(states: Tensor, request: HeadRequest) -> Tensor:
     return flat if request.token_index is None else flat[request.token_index]
 
 
-@contextlib.contextmanager
-def _replace_forward(module: Any, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace the inner forward of `module`; its hooks stay."""
-    original = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if original is None:
-            del module.forward
-        else:
-            module.forward = original
-
-
 class LogprobHead:
     """Make `model(...)` return logprobs and entropies for a request instead of logits.
 
@@ -230,7 +216,7 @@ class LogprobHead:
             # The head applies the softcap instead; some configs do not accept None.
             vars(self._config)["final_logit_softcapping"] = None
         try:
-            with _replace_forward(
+            with replace_forward(
                 head, lambda hidden: self._head_forward(head, hidden, request, values)
             ):
                 yield
@@ -251,7 +237,7 @@ class LogprobHead:
             values.append(value_head(_select_positions(hidden, request)))
             return original(hidden)
 
-        with _replace_forward(head, forward):
+        with replace_forward(head, forward):
             yield
 
     def _head_forward(

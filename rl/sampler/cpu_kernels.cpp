@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -32,7 +33,12 @@ template <class F> void over_rows(int64_t rows, int64_t work_a_row, int threads,
     int64_t wanted = std::min<int64_t>({threads, rows, 1 + rows * work_a_row / 20000000});
     if (wanted <= 1) return body(0, rows);
     std::vector<std::thread> pool;
-    for (int64_t t = 1; t < wanted; t++) pool.emplace_back(body, rows * t / wanted, rows * (t + 1) / wanted);
+    int64_t t = 1;
+    try {
+        for (; t < wanted; t++) pool.emplace_back(body, rows * t / wanted, rows * (t + 1) / wanted);
+    } catch (const std::exception&) {  // no further thread: a container limits their number
+    }
+    body(rows * t / wanted, rows);
     body(0, rows / wanted);
     for (auto& thread : pool) thread.join();
 }

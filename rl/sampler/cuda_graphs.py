@@ -41,6 +41,8 @@ from rl.types import TRUNCATION_DEFAULTS
 _LOGITS_AT_ONCE, _BYTES_PER_LOGIT = 1 << 21, 52
 # written by a step
 _STEP_OUTPUTS = ("token", "position", "remaining", "at", "tokens", "logprobs", "experts")
+# set to 0 before a step that captures: groups of an earlier batch name rows outside of the bucket
+_CLEARED = ("remaining", "at", "shares", "order", "place", "group", "starts", "shared_length")
 
 
 class ProcessedRows(NamedTuple):
@@ -433,7 +435,8 @@ class CUDAGraphRunner:
         """
         shared = rows > 1 and (shared or (rows, True, processed) in self._graphs)
         if (rows, shared, processed) not in self._graphs:
-            saved = {name: getattr(self.buffers, name).clone() for name in _STEP_OUTPUTS}
+            changed = {*_STEP_OUTPUTS, *_CLEARED}
+            saved = {name: getattr(self.buffers, name).clone() for name in changed}
             sizes = [rows] if processed.count else [size for size in self.buckets if size <= rows]
             for size in reversed(sizes):
                 key = (size, shared and size > 1, processed)
@@ -453,8 +456,8 @@ class CUDAGraphRunner:
             stream.wait_stream(torch.cuda.current_stream())
             # warm-up: compiles kernels and allocates workspaces, which a capture may not do
             with torch.cuda.stream(stream):
-                b.remaining.zero_()
-                b.at.zero_()
+                for name in _CLEARED:
+                    getattr(b, name).zero_()
                 decode_step(*step_args)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()

@@ -121,7 +121,7 @@ class DecodeState(abc.ABC):
     """
 
     chunk_size: int | None = None  # positions of a hash; None: cached prefixes are not reused
-    caches_rows_free = False  # whether `cache_row` copies nothing
+    caches_rows_without_copy = False  # whether `cache_row` copies nothing
 
     def __init__(self, decoder: Any) -> None:
         self.decoder = decoder

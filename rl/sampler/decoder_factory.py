@@ -21,6 +21,7 @@ _NO_TENSOR_PARALLEL = (
     "sampler_tp {} requires the fast decoder (docs/models.md lists its families), but {}: leave "
     "sampler_tp at 1"
 )
+_NOT_FAST = "set sampler to auto or hf (make_decoder: kind)"
 
 
 def make_decoder(
@@ -46,10 +47,9 @@ def make_decoder(
     call of the returned decoder.
 
     The decoder is checked against the model's plain forward (`verify_decoder.matches_model`,
-    `verify_decoder.find_batching`). Raises UserError if the model cannot be sampled from, or if
-    `tp_group` is set and only the generic decoder supports the model or the ranks cannot share it
-    evenly. Raises ValueError if `kind` is unknown, or "fast" for a model that the fast decoder does
-    not support.
+    `verify_decoder.find_batching`). Raises UserError if the model cannot be sampled from, if `kind`
+    is "fast" or `tp_group` is set and only the generic decoder supports the model, or if the ranks
+    cannot share it evenly. Raises ValueError if `kind` is unknown.
     """
     disable_cudnn_attention()
     target = torch.device(device) if device is not None else None
@@ -67,9 +67,8 @@ def make_decoder(
                 message = f"it does not support {reason}"
                 raise UserError(_NO_TENSOR_PARALLEL.format(tp_group.size, message)) from reason
             if kind == "fast":
-                raise ValueError(
-                    f"the fast decoder does not support {reason}; use kind='auto' or kind='hf'"
-                ) from reason
+                message = f"the fast decoder does not support {reason}"
+                raise UserError(f"{message}: {_NOT_FAST}") from reason
     if decoder is not None:
         if weights is not None:
             decoder.load_(weights)
@@ -81,7 +80,8 @@ def make_decoder(
         if tp_group is not None:
             raise UserError(_NO_TENSOR_PARALLEL.format(tp_group.size, message))
         if kind == "fast":
-            raise ValueError(f"{message}: use kind='auto' or kind='hf'")
+            raise UserError(f"{message}: {_NOT_FAST}")
+        decoder = None  # free its memory before the generic decoder copies the model
         warn_on_rank_zero(f"{message}, so sampling uses that forward, which is slower")
     generic = HFDecoder(model, dtype, target)
     if weights is not None:

@@ -36,8 +36,8 @@ from rl.sampler.tensor_parallel import TensorParallelGroup, check_shard_counts, 
 
 # rope types whose frequencies do not depend on the length of the sequence
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-# settings of configs that change a forward, with the field of `LayerSpec` that reads each (None: no
-# forward of this decoder)
+# settings of configs that change a forward, with the field of `LayerSpec` that reads each (None:
+# this decoder does not support the setting)
 _SETTINGS = {
     "attention_multiplier": "attention_scale",
     "query_pre_attn_scalar": "attention_scale",
@@ -188,6 +188,7 @@ class MultiAdapterDecoder(FastDecoder):
         for projection, other in zip(
             self.iter_adaptable_modules(), decoder.iter_adaptable_modules(), strict=True
         ):
+            projection.row_lora.pop(adapter_id, None)  # of the weights that had this id before
             if other.adapter is not None and decoder is not self.base_decoder:
                 # Both adapters are of the same kind.
                 projection.row_lora[adapter_id] = other.adapter  # type: ignore[assignment]

@@ -19,7 +19,7 @@ from rl.sampler.decoder import Decoder, NamedTensors, batch_prompts
 from rl.sampler.decoder_weights import check_shared_unchanged
 from rl.sampler.forward_hf import HFForward
 from rl.sampler.hf_states import EqualLengthState, PaddedState, RecomputeState, RecurrentState
-from rl.sampler.precision import LOW_PRECISION, cast_matrices_
+from rl.sampler.precision import LOW_PRECISION, iter_matrices
 from rl.types import PlacedImage
 
 
@@ -29,14 +29,20 @@ class HFDecoder(HFForward, Decoder):
     def __init__(
         self, model: Any, dtype: torch.dtype | None = None, device: torch.device | None = None
     ):
-        model_copy = copy.deepcopy(model).to(device=device)
-        if dtype in LOW_PRECISION:
-            cast_matrices_(model_copy, dtype)
-        elif dtype is not None:
-            for parameter in model_copy.parameters():
-                parameter.data = parameter.data.to(dtype)
+        # Each parameter is cast while it is copied: a copy in the model's dtype may not fit.
+        pairs = iter_matrices(model) if dtype in LOW_PRECISION else model.named_parameters()
+        cast = {id(p) for _, p in pairs}
+        memo: dict[int, Any] = {
+            id(p): nn.Parameter(
+                p.detach().to(device=device, dtype=dtype if id(p) in cast else None, copy=True),
+                requires_grad=False,
+            )
+            for p in model.parameters()
+        }
+        named = model.named_parameters(remove_duplicate=False)
         self._init_from(
-            model_copy, {name for name, p in model.named_parameters() if p.requires_grad}
+            copy.deepcopy(model, memo).to(device=device),
+            {name for name, p in named if p.requires_grad},
         )
 
     @classmethod
@@ -111,13 +117,14 @@ class HFDecoder(HFForward, Decoder):
             kinds = [(b, bool(prompt.images)) for b, prompt in zip(beyond, prompts, strict=True)]
             batches = batch_prompts(lengths, max_tokens, kinds)
         for members in ([prompts[i] for i in batch] for batch in batches):
+            sliced = self.slice_next_logits(members)
             logits = self.plain_forward(
                 [prompt.tokens for prompt in members],
                 last_only=False,
                 images=[prompt.images for prompt in members],
             )
             for row, prompt in enumerate(members):
-                if prompt.reader is not None:
+                if prompt.reader is not None and not sliced:
                     prompt.reader(0, logits[row, : len(prompt.tokens)])
 
     def check_images(self, prompt: Sequence[int], images: Sequence[PlacedImage]) -> None:

@@ -34,7 +34,7 @@ class FastState(DecodeState):
 
     decoder: FastForward
     chunk_size: int = CHUNK_SIZE
-    uses_cpu_kernels = False  # whether the attention of a step reads qkv by the CPU kernels
+    uses_cpu_kernels = False  # whether the norms of a step use the CPU kernels
 
     def __init__(self, decoder: FastForward):
         super().__init__(decoder)

@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -26,8 +27,14 @@ from torch import Tensor, nn
 
 from rl.errors import UserError
 from rl.images import get_image_reader
-from rl.layers import describe_layers, find_max_context, record_experts, unwrap_model
-from rl.sampler.decode_state import pad_right
+from rl.layers import (
+    describe_layers,
+    find_max_context,
+    record_experts,
+    replace_forward,
+    unwrap_model,
+)
+from rl.sampler.decode_state import LogitsReader, Prompt, pad_right
 from rl.sampler.decoder import MAX_LOGITS_PER_SLICE, batch_prompts
 from rl.sampler.precision import LOW_PRECISION, output_float32_
 from rl.sampler.rope_switch import find_rope_switch
@@ -79,6 +86,7 @@ class HFForward:
         self._takes_logits_to_keep = "logits_to_keep" in forward
         self._cache_name = "past_key_values" if "past_key_values" in forward else "cache_params"
         self.device, self.dtype = head.weight.device, head.weight.dtype
+        self._long_reader: LogitsReader | None = None  # of the next forward
         self.records_experts = False
         # experts of the last forward if recording is on, int16 [batch, positions, B * K]
         self.experts: np.ndarray | None = None
@@ -124,10 +132,62 @@ class HFForward:
                 if self.records_experts and self.layers.experts
                 else None
             )
-            logits = self.model(input_ids=ids.to(self.device), **extra).logits
+            forward = partial(self.model, input_ids=ids.to(self.device), **extra)
+            reader, self._long_reader = self._long_reader, None
+            logits = (
+                forward().logits
+                if reader is None
+                else self._read_slices(forward, ids.shape[1], reader)
+            )
         if record is not None:
             self.experts = record().flatten(1).unflatten(0, ids.shape).cpu().numpy()
         return logits[:, -1:] if last_only else logits
+
+    def slice_next_logits(self, prompts: Sequence[Prompt]) -> bool:
+        """Return whether the next forward, of these prompts, passes the logits to their reader.
+
+        This is so for a single long prompt: its logits are computed in slices.
+        """
+        prompt = prompts[0]
+        is_long = len(prompt.tokens) > self.max_batch_tokens(reads_all=True)
+        sliced = is_long and prompt.reader is not None and self._can_slice
+        self._long_reader = prompt.reader if sliced else None
+        return sliced
+
+    @cached_property
+    def _can_slice(self) -> bool:
+        """Return whether the model's forward computes selected logits, from the output of its base
+        model.
+        """
+        passes: list[Any] = []
+        if not self._takes_logits_to_keep:
+            return False
+        with self._hf_model.base_model.register_forward_hook(lambda *call: passes.append(call)):
+            kept = torch.zeros(1, dtype=torch.int64, device=self.device)
+            logits = self._logits(pad_right([[0, 0]]), False, use_cache=False, logits_to_keep=kept)
+        return len(passes) == 1 and passes[0][0] is not self._hf_model and logits.shape[1] == 1
+
+    def _read_slices(
+        self, forward: Callable[..., Any], length: int, reader: LogitsReader
+    ) -> Tensor:
+        """Pass the logits of a sequence to `reader` in slices; return the last slice.
+
+        The base model runs once: the further calls of the model's forward reuse its output.
+        """
+        body, step = self._hf_model.base_model, self.max_batch_tokens(reads_all=True)
+        run_base, outputs = body.forward, list[Any]()
+
+        def run_once(*args: Any, **kwargs: Any) -> Any:
+            if not outputs:
+                outputs.append(run_base(*args, **kwargs))
+            return outputs[0]
+
+        with replace_forward(body, run_once):
+            for start in range(0, length, step):
+                kept = torch.arange(start, min(start + step, length), device=self.device)
+                logits = forward(logits_to_keep=kept).logits
+                reader(start, logits[0])
+        return logits
 
     def replace_image_tokens(self, ids: Tensor, has_images: Tensor) -> Tensor:
         """Return sampled tokens [rows, 1] as the model's input.
@@ -204,15 +264,14 @@ class HFForward:
     def max_batch_tokens(self, reads_all: bool) -> int:
         """Return the limit on the padded tokens of a batch of several sequences.
 
-        `reads_all`: whether logits of all their positions are needed, not only of the last.
+        `reads_all`: whether logits of all their positions are needed, not only of the last. Some
+        models compute all of them in any case.
         """
-        if not reads_all:
+        if not reads_all and self._takes_logits_to_keep:
             return PREFILL_TOKENS
         return min(PREFILL_TOKENS, MAX_LOGITS_PER_SLICE // self.vocab_size)
 
-    def batch_by_length(
-        self, lengths: Sequence[int], max_tokens: int = PREFILL_TOKENS
-    ) -> list[list[int]]:
+    def batch_by_length(self, lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         """Return batches of indices of sequences of equal length.
 
         A batch is as large as the plan and `max_tokens` allow.

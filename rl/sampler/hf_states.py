@@ -43,6 +43,7 @@ class HFState(DecodeState):
         max_tokens = self.decoder.max_batch_tokens(any(prompt.reader for prompt in prompts))
         for indices in self._batch_prompts(prompts, max_tokens):
             members = [prompts[i] for i in indices]
+            sliced = self.decoder.slice_next_logits(members)
             logits, cache = self._forward_prompts(
                 [prompt.tokens for prompt in members],
                 [prompt.images for prompt in members],
@@ -54,7 +55,7 @@ class HFState(DecodeState):
                 prompt.target = self._read_prompt(cache, row, prompt.tokens)
                 if self.records_experts and self.decoder.experts is not None:
                     prompt.experts = self.decoder.experts[row, -length:]
-                if prompt.reader is not None:
+                if prompt.reader is not None and not sliced:
                     prompt.reader(0, logits[row, -length:])
         return torch.stack(last)
 
@@ -323,7 +324,8 @@ class RecomputeState(HFState):
             row.append(token)
         self.response_lengths = self.response_lengths + 1
         logits = self._new_logits(len(tokens))
-        for batch in self.decoder.batch_by_length([len(row) for row in self.rows]):
+        max_tokens = self.decoder.max_batch_tokens(reads_all=False)
+        for batch in self.decoder.batch_by_length([len(row) for row in self.rows], max_tokens):
             batch_logits = self.decoder.plain_forward([self.rows[i] for i in batch], last_only=True)
             logits[torch.tensor(batch, device=logits.device)] = batch_logits[:, -1].float()
         return logits

@@ -42,7 +42,7 @@ class PagedState(FastState):
     large a pool an earlier engine has left.
     """
 
-    caches_rows_free = True
+    caches_rows_without_copy = True
 
     def __init__(self, decoder: FastForward, kv: list[Tensor], num_blocks: int | None = None):
         super().__init__(decoder)

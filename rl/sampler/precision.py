@@ -2,10 +2,10 @@
 
 Only the matrices of linear layers, embeddings and experts are cast. Rotary frequencies and other
 buffers, norms, biases, the parameters of recurrences and an adapter's matrices keep their dtype:
-frequencies rounded to bfloat16 are wrong by whole turns after some hundred tokens. The forward then
-runs under autocast, as the learner's does. Hidden states between the layers (from the embedding on)
-and the logits are float32. So sampler and learner differ only by the rounding of the matrix
-products.
+frequencies rounded to bfloat16 are wrong by whole turns after some hundred tokens. The forward of
+the generic decoder then runs under autocast, as the learner's does. Hidden states between the
+layers (from the embedding on) and the logits are float32. So sampler and learner differ only by the
+rounding of the matrix products.
 """
 
 from __future__ import annotations
@@ -46,29 +46,12 @@ def linear_fp32(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> T
     return y.view(*x.shape[:-1], -1)
 
 
-def cast_matrices_(
-    model: Any, dtype: torch.dtype, *, frozen: bool = False, without_values: bool = False
-) -> None:
-    """Cast the matrices of a HF model to `dtype`, in place (see the module).
-
-    `frozen`: only those that are not trained. `without_values`: the matrices hold no values yet,
-    and their memory is not touched.
-    """
-    for _, parameter in iter_frozen_matrices(model) if frozen else _iter_matrices(model):
-        if parameter.dtype != dtype:
-            parameter.data = (
-                torch.empty_like(parameter.data, dtype=dtype)
-                if without_values
-                else parameter.data.to(dtype)
-            )
-
-
 def iter_frozen_matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (name, matrix) of all that `cast_frozen_` casts, a tied matrix once under its first
     name.
     """
     seen: set[int] = set()
-    for name, parameter in _iter_matrices(model):
+    for name, parameter in iter_matrices(model):
         if not parameter.requires_grad and id(parameter) not in seen:
             seen.add(id(parameter))
             yield name, parameter
@@ -79,16 +62,22 @@ def cast_frozen_(
 ) -> None:
     """Cast a learner's frozen matrices to `dtype`, in place; embeddings still return float32.
 
-    `without_values`: see `cast_matrices_`. `float32_embeddings`: False if something other than
-    autocast handles the precision (FSDP2).
+    `without_values`: the matrices hold no values yet, and their memory is not touched.
+    `float32_embeddings`: False if something other than autocast handles the precision (FSDP2).
     """
-    cast_matrices_(model, dtype, frozen=True, without_values=without_values)
+    for _, parameter in iter_frozen_matrices(model):
+        if parameter.dtype != dtype:
+            parameter.data = (
+                torch.empty_like(parameter.data, dtype=dtype)
+                if without_values
+                else parameter.data.to(dtype)
+            )
     if float32_embeddings:
         _embeddings_output_float32_(model)
 
 
-def _iter_matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (name, parameter) of each matrix that may be cast."""
+def iter_matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, parameter) of each matrix that may be cast (see the module)."""
     from transformers.pytorch_utils import Conv1D
 
     kept_fp32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -99,7 +88,12 @@ def _iter_matrices(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
             of_layer = (
                 isinstance(module, nn.Linear | nn.Embedding | Conv1D) and parameter.dim() == 2
             )
-            of_experts = parameter.dim() >= 3 and not isinstance(module, nn.modules.conv._ConvNd)
+            # a recurrence's parameter has dimensions of size 1 (Kimi Linear: [1, 1, H, 1])
+            of_experts = (
+                parameter.dim() >= 3
+                and min(parameter.shape) > 1
+                and not isinstance(module, nn.modules.conv._ConvNd)
+            )
             if parameter.is_floating_point() and "lora_" not in name and (of_layer or of_experts):
                 yield name, parameter
 

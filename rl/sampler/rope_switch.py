@@ -38,9 +38,9 @@ class RopeLengthSwitch:
         if length > self.threshold and not self.has_long_frequencies:
             raise ValueError(
                 f"a sequence of {length} tokens is longer than this model's original context of "
-                f"{self.threshold}, beyond which the frequencies of its rotary embedding "
-                f"({self.kind}) depend on earlier forwards: shorten the sequences, or set another "
-                "rope_type (yarn, say) in the model's config.json"
+                f"{self.threshold}, beyond which its rotary embedding ({self.kind}) has no fixed "
+                "set of frequencies: shorten the sequences, or set another rope_type (yarn, say) "
+                "in the model's config.json"
             )
         return length > self.threshold
 
@@ -67,7 +67,7 @@ class RopeLengthSwitch:
         )
         if not self.has_long_frequencies:
             raise ValueError(
-                f"{message}, and change again with every token; {total_length} tokens are too "
+                f"{message}, and have no fixed set beyond it; {total_length} tokens are too "
                 f"many: stay within {self.threshold} (a shorter prompt, a lower max_tokens)"
             )
         other = f"lower max_tokens to {self.threshold + 1 - prompt_length} or less"

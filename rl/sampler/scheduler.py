@@ -327,7 +327,7 @@ class Scheduler:
         A contiguous cache would have to copy it: then only if it is part of a conversation.
         """
         named = group.request.conversation is not None
-        if not self._state.caches_rows_free:
+        if not self._state.caches_rows_without_copy:
             return named and group.request.num_samples == 1
         return named or not self._runs_to_end or bool(self._waiting)
 

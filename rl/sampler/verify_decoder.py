@@ -32,8 +32,8 @@ _PROBE_WINDOW = 6  # of attention, in the probe
 # steps; half precision: 2^-9.
 _ROUNDING = 3e-4
 _ROUNDING_LOW = 5e-2
-# Errors that a model's own code raises for an unexpected cache; running out of memory is not among
-# them.
+# Errors that a model's own code raises for an unexpected cache. Running out of memory, which is a
+# RuntimeError, is raised again.
 _FAILURES = (
     RuntimeError,
     TypeError,

@@ -373,6 +373,19 @@ def test_entropy_can_be_left_out():
         torch.testing.assert_close(logp.detach(), linear_logprob_reference(x, w, y)[0].float())
 
 
+@pytest.mark.parametrize("saved", [None, SAVED, RECOMPUTE])
+def test_no_checked_target_is_ignored(saved):
+    problem = make_problem(9, 8, 30)
+    ignored = int(problem[2][1])
+    settings = {"saved_bytes": saved, "checked": True}
+    expected = fused(*problem, **settings)
+    assert bool(expected[3][1].any())  # the gradient of a token with this target
+    for mine, other in zip(
+        fused(*problem, ignore_index=ignored, **settings), expected, strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
 def test_wrong_inputs_are_named():
     x, w, y, bias, _ = make_problem(5, 4, 40, bias=True)
     x, w, bias = x.float(), w.float(), bias.float()

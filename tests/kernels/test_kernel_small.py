@@ -74,6 +74,16 @@ def test_a_target_outside_the_vocabulary_is_named_in_every_column(column, wrong)
     )
 
 
+@pytest.mark.parametrize(("hidden", "target"), [((5,), (5, 0)), ((5,), (5,)), ((2, 5), (2, 5, 2))])
+def test_other_shapes_of_targets_are_named(hidden, target):
+    from kernels import topk_target_logprob
+
+    with pytest.raises(ValueError, match=rf"target \({target[0]}.*expected \[T, D\] and \[T, K\]"):
+        topk_target_logprob(
+            torch.randn(*hidden, 8), torch.randn(50, 8), torch.zeros(target, dtype=torch.int64)
+        )
+
+
 def test_the_setting_reaches_the_head(monkeypatch):
     """A LoRA head is padded to rows of 16 bytes, and its base gets no gradient."""
     from helpers import call, make_worker, random_datums
@@ -150,6 +160,9 @@ def test_a_branch_that_fails_or_differs_is_not_taken(monkeypatch):
             rf"\({kind.__name__}: PassManager::run failed\)",
         ):
             assert not check_kernels_agree(raising(kind), 0, torch.bfloat16)
+    # says nothing about the kernel: a cached False would turn it off for the whole process
+    with pytest.raises(torch.OutOfMemoryError):
+        check_kernels_agree(raising(torch.OutOfMemoryError), 0, torch.bfloat16)
 
 
 def test_a_torch_without_the_product_into_float32_is_reported(monkeypatch):

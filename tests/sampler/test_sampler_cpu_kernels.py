@@ -160,6 +160,40 @@ def test_threads_change_no_bit(kernels):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+_WITHOUT_THREADS = """
+import resource, torch
+from rl.sampler.cpu_kernels import load_cpu_kernels
+kernels = load_cpu_kernels()
+inputs = torch.randn(1000, 5000), torch.rand(1000, dtype=torch.float64), None, None
+torch.set_num_threads(1)
+expected = kernels.sample(*inputs)
+torch.set_num_threads(3)
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 20), -1))
+sampled = kernels.sample(*inputs)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+torch.set_num_threads(1)
+print([torch.equal(a, b) for a, b in zip(sampled, expected)])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_calling_thread_does_all_rows_if_no_other_can_be_started():
+    """The limit of the address space leaves no room for the stack of a thread. The process was
+    aborted.
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_THREADS],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split("\n")[0] == "[True, True]"
+
+
 def test_several_tokens_of_a_slot_attend_as_if_they_came_one_by_one(kernels):
     """A token attends to the tokens before it in the same call, also if the threads' shares of the
     rows would begin within a slot.

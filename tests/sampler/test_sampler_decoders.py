@@ -22,6 +22,7 @@ from sampler_models import (  # noqa: F401
     tiny_model,
 )
 
+from rl.errors import UserError
 from rl.models import add_value_head, load_model
 from rl.sampler import (
     Decoder,
@@ -267,7 +268,7 @@ def test_bands_hold_every_row_once_in_grids_that_are_not_much_too_large():
 def test_auto_falls_back_to_the_models_own_forward_and_fast_says_why(kind, changes, reason):
     model = tiny_model(kind, **changes)
     assert isinstance(make_decoder(model), HFDecoder)
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(UserError, match=f"{reason}.*: set sampler to auto or hf"):
         make_decoder(model, kind="fast")
 
 
@@ -430,6 +431,17 @@ def test_fork_shares_frozen_weights_and_copies_adapters(kind):
     with pytest.raises(ValueError, match="frozen and shared"):
         second.load_([(name, frozen + 1)])
     assert score_sequences(first, prompts) == before
+
+
+def test_a_fork_loads_a_tied_matrix_under_both_of_its_names():
+    model = tiny_model("gpt2").requires_grad_(False)
+    model.transformer.wte.weight.requires_grad_(True)
+    fork = make_decoder(model).fork()
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        with torch.no_grad():
+            model.transformer.wte.weight.mul_(0.5)
+        fork.load_([(name, model.transformer.wte.weight)])
+        check_against_model(fork, model)
 
 
 @pytest.mark.parametrize("changes", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])

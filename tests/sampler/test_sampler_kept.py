@@ -10,6 +10,7 @@ import gc
 import os
 import weakref
 from contextlib import nullcontext
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,7 @@ from rl.learner import ModelSpec
 from rl.runtime import SamplerSettings, StepRequest, WorkerSettings
 from rl.runtime.training_worker import TrainingWorker
 from rl.sampler import Engine, IdleKVCachePool, SamplingRequest, kv_cache_pool
-from rl.sampler.cuda_graphs import CUDAGraphRunner, ProcessedRows, decode_step
+from rl.sampler.cuda_graphs import CUDAGraphRunner, ProcessedRows, decode_step, row_buckets
 from rl.sampler.decoder_fast import FastDecoder
 from rl.startup import use_expandable_segments
 
@@ -144,6 +145,7 @@ def captures(monkeypatch):
     workspaces, and the stream and error mode of each capture.
     """
     calls, streams = [], []
+    make_decoder()  # imports transformers' modules, which read these classes
 
     def make_stream():
         streams.append(SimpleNamespace(wait_stream=lambda other: None, number=len(streams)))
@@ -182,6 +184,28 @@ def test_graphs_of_two_decoders_share_no_workspace_of_cublas(captures):
     # all captures of a decoder are on one stream, with cleared workspaces before and after each
     expected = [["clear", (stream, "thread_local"), "clear"] * 3 for stream in (0, 1)]
     assert captures == expected[0] + expected[1]
+
+
+def test_a_capture_after_a_larger_batch_reads_no_row_outside_of_its_bucket(captures, monkeypatch):
+    """The step before a capture ran over the groups of the last batch. A kernel on a GPU wrote past
+    the end of its outputs; torch's operations on a CPU raise an IndexError.
+    """
+    monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", False)
+    decoder = make_decoder()
+    engine = make_engine(decoder)
+    prompts = zip(random_prompts([6, 9]), (1, 7), strict=True)
+    run_requests(engine, [make_request(p, n, max_tokens=9, stop=[], problem=n) for p, n in prompts])
+    runner = engine._device_steps.runner
+    names = {field.name for field in fields(runner.buffers)}
+    before = {name: getattr(runner.buffers, name).clone() for name in names}
+    # the rows of the group are before row 0, which has none
+    assert [int(before["order"][:size].max()) for size in (2, 4)] == [2, 4]
+    monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", True)
+    other = decoder.fork()
+    with torch.inference_mode():
+        CUDAGraphRunner(other, runner.kv, runner.buffers, 16).prepare(16, shared=True)
+    assert captures.count("clear") == 2 * len(row_buckets(16))
+    assert all(torch.equal(getattr(runner.buffers, name), before[name]) for name in names)
 
 
 @pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

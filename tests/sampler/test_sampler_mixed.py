@@ -105,6 +105,16 @@ def test_weights_that_are_not_the_bases_are_not_shared():
         MultiAdapterDecoder(base).add_adapter(1, decoder, 0)
 
 
+def test_weights_that_replace_others_keep_none_of_their_matrices():
+    base, decoders = make_family("qwen3")
+    request = make_request([5, 6, 7], max_tokens=8, stop=[], adapter_id=1)
+    decoder = MultiAdapterDecoder(base)
+    for version, weights in enumerate([decoders[0], decoders[1], base]):
+        decoder.add_adapter(1, weights, version)
+        engine = Engine(decoder, eos_token_ids=(3,))
+        check(weights, request, run_requests(engine, [request])[0])
+
+
 EACH = ("qwen3", "qwen2", "llama", "granite", "olmo2", "smollm3", "gemma2", "olmo3")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -22,9 +23,19 @@ from sampler_models import (  # noqa: F401
     tiny_model,
 )
 from sampler_population import POPULATION, VOCAB, build
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.errors import UserError
-from rl.sampler import Engine, make_decoder, score_sequences, verify_decoder
+from rl.layers import find_layer_list
+from rl.sampler import (
+    Engine,
+    decoder_factory,
+    enable_expert_recording,
+    forward_hf,
+    make_decoder,
+    score_sequences,
+    verify_decoder,
+)
 from rl.sampler.decode_state import BatchSize, Prompt
 from rl.sampler.decoder_hf import HFDecoder
 from rl.sampler.forward_hf import BatchingPlan
@@ -129,18 +140,31 @@ def test_rows_that_feel_each_other_are_run_one_at_a_time(size):
     check_scored(decoder, model)
 
 
-def test_a_fast_decoder_that_is_not_the_model_is_not_used():
+def test_a_fast_decoder_that_is_not_the_model_is_not_used(monkeypatch):
     """The code of this Llama differs from the Llama that the fast decoder implements."""
     model = tiny_model("llama")
     model.model.layers[1].mlp.forward = lambda x, mlp=model.model.layers[1].mlp: (
         1.5 * type(mlp).forward(mlp, x)
     )
+    compared, alive = [], []
+
+    def matches_model(decoder, model):
+        compared.append(weakref.ref(decoder))
+        return verify_decoder.matches_model(decoder, model)
+
+    def make_generic(*inputs):
+        alive.append(compared[-1]() is not None)
+        return HFDecoder(*inputs)
+
+    monkeypatch.setattr(decoder_factory, "matches_model", matches_model)
+    monkeypatch.setattr(decoder_factory, "HFDecoder", make_generic)
     with pytest.warns(
         UserWarning, match="fast decoder does not reproduce the logits of this LlamaForCausalLM"
     ):
         decoder = make_decoder(model)
     assert isinstance(decoder, HFDecoder)
-    with pytest.raises(ValueError, match="kind='hf'"):
+    assert alive == [False]  # its memory is free before the generic decoder copies the model
+    with pytest.raises(UserError, match="set sampler to auto or hf"):
         make_decoder(model, kind="fast")
 
 
@@ -154,6 +178,48 @@ def test_the_trial_leaves_model_and_generator_alone():
     assert torch.equal(torch.get_rng_state(), state)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("rows", ["padded", "recompute"])
+def test_a_model_that_computes_all_logits_reads_fewer_prompts_at_a_time(rows, monkeypatch):
+    """Some models have no `logits_to_keep`: the logits of 8,192 positions would take gigabytes."""
+    decoder, sizes = decoder_of(build("gpt2")), []
+    decoder.plan = BatchingPlan(rows=rows)
+    decoder._takes_logits_to_keep = False
+    monkeypatch.setattr(forward_hf, "MAX_LOGITS_PER_SLICE", 20 * VOCAB)
+    decoder.model.register_forward_hook(lambda *call: sizes.append(call[-1].logits.shape[:2]))
+    requests = [make_request(prompt, max_tokens=2) for prompt in random_prompts([9] * 5, VOCAB)]
+    run_requests(Engine(decoder), requests)
+    assert max(batch * positions for batch, positions in sizes) in (18, 20)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma3_text", "lfm2", "qwen3_moe", "opt"])
+@pytest.mark.parametrize("rows", [None, "recompute"])
+def test_logits_of_a_long_prompt_are_read_in_slices(kind, rows, monkeypatch):
+    """The slices are those of the whole forward. The layers run once. OPT's forward bypasses its
+    base model, so its logits are not sliced.
+    """
+    model = build(kind)
+    decoder, prompts = decoder_of(model), random_prompts([30, 5, 5], VOCAB)
+    decoder.plan = decoder.plan if rows is None else BatchingPlan(rows=rows)
+    if decoder.layers.experts and rows is None:
+        enable_expert_recording(decoder)
+    expected, passes, sizes = score_sequences(decoder, prompts), [], []
+    monkeypatch.setattr(forward_hf, "MAX_LOGITS_PER_SLICE", 12 * VOCAB)
+    decoder.model.register_forward_hook(lambda *call: sizes.append(call[-1].logits.shape[:2]))
+    first = find_layer_list(decoder.model)[1][0]
+    first.register_forward_hook(lambda *call: passes.append(1))
+    for mine, other in zip(score_sequences(decoder, prompts), expected, strict=True):
+        np.testing.assert_allclose(mine[1:], other[1:], rtol=0, atol=1e-5)
+    # the first is a trial; the last token of a sequence is not read
+    slices = [(1, 29)] if kind == "opt" else [(1, 5), (1, 12), (1, 12)]
+    assert sizes[0] == (1, 1) and sorted(sizes[1:]) == [*slices, (2, 4)] and len(passes) == 3
+    request = make_request(prompts[0], max_tokens=3, include_prompt_logprobs=True)
+    response = run_requests(Engine(decoder, eos_token_ids=()), [request])[0]
+    np.testing.assert_allclose(response.prompt_logprobs[1:], expected[0][1:], rtol=0, atol=1e-5)
+    check_logprobs(model, prompts[0], response.sequences[0])
+    assert max(positions for _, positions in sizes) == (30 if kind == "opt" else 12)
+    assert not vars(decoder.model.base_model).get("forward")
 
 
 # ------------------------------------------------------------ frequencies that depend on the length
@@ -306,6 +372,8 @@ def test_only_matrices_are_cast():
     model = add_lora(
         build("granitemoehybrid", num_local_experts=4, num_experts_per_tok=2), ["q_proj"]
     )
+    decay = torch.nn.Parameter(torch.ones(1, 1, 4, 1))  # as in Kimi Linear
+    model.get_base_model().model.layers[0].register_parameter("A_log_of_heads", decay)
     decoder = decoder_of(model, dtype=torch.bfloat16)
     assert all(buffer.dtype != torch.bfloat16 for buffer in decoder.model.buffers())
     parameters = dict(decoder.model.named_parameters())
@@ -320,6 +388,32 @@ def test_only_matrices_are_cast():
     twin = decoder.fork()
     assert twin.plan == decoder.plan
     assert score_sequences(twin, [[3, 4, 5, 6]]) == score_sequences(decoder, [[3, 4, 5, 6]])
+
+
+class Float32Sizes(TorchDispatchMode):
+    """Add up the sizes in bytes of the float32 tensors that operations allocate."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.before = {p.data_ptr() for p in model.parameters()}
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.total += out.nbytes if out.data_ptr() not in self.before else 0
+        return out
+
+
+def test_a_model_is_cast_while_it_is_copied():
+    """A whole copy in float32 needs twice the memory of the decoder that results."""
+    model = build("gpt2", tie_word_embeddings=True)
+    with Float32Sizes(model) as sizes:
+        decoder = HFDecoder(model, torch.bfloat16)
+    matrices = [p for p in decoder.model.parameters() if p.dtype == torch.bfloat16]
+    assert sizes.total < sum(p.nbytes for p in matrices) / 4
+    assert decoder.model.lm_head.weight is decoder.model.transformer.wte.weight
+    assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def test_matrices_that_a_model_wants_in_float32_stay_so(tmp_path, monkeypatch):
