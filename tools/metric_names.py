@@ -186,7 +186,7 @@ METRICS: dict[str, str] = {
     "async/age/N": "share of tokens of age N",
     "async/awaited_groups": "groups that the update waited for because of their age",
     "async/redrawn_groups": "groups that were dropped and sampled again",
-    "async/redrawn_tokens": "tokens of these groups",
+    "async/redrawn_tokens": "tokens of these groups, those of unfinished samples included",
     "async/groups_under_way": "groups that are being sampled after the step",
     # alarms
     "alarm/kl_0.01": "sampler and learner differ by more than 0.01",

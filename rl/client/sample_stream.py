@@ -79,7 +79,8 @@ class SampleStream:
         self._conversation_ranks: dict[str, int] = {}  # by conversation
         # by ticket: (rank, cost, number of samples, client) of unfinished requests
         self._active: dict[int, tuple[int, int, int, SamplingClient]] = {}
-        # samples of these requests that have not finished; too low after a drop or an error
+        # samples of these requests that have not finished; too low after a drop, an error, or a
+        # recomputed cache, which samples the members of a request of several again
         self.num_unfinished = 0
         self._rank_loads = [0] * self.num_ranks
         self._recompute = False

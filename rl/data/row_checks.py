@@ -15,7 +15,7 @@ from rl.data.row_readers import BadRow, BadRowCollector, FaultyRows, OnBadRow, k
 from rl.data.streaming import StreamedProblemSet
 from rl.errors import UserError
 from rl.renderers import Renderer, TrainOn, renderer_for_row
-from rl.types import Problem, StoredAnswer
+from rl.types import Problem, StoredAnswer, find_length_limit
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +75,12 @@ class RowCheck:
     skip_missing: bool = False
     train_on: TrainOn = "last_assistant"
 
-    @property
-    def limit(self) -> int | None:
-        """Return the model's context in tokens; None if it has no limit."""
-        return self.info["max_context"]
+    def _find_limit(self, prompt_length: int | None) -> tuple[int, str]:
+        """Return (maximum number of tokens, name of this limit): of a sample after a prompt of
+        `prompt_length` tokens, or of a row that is only trained on (None).
+        """
+        info = self.info if prompt_length is not None else {"max_context": self.info["max_context"]}
+        return find_length_limit(info, prompt_length or 0)
 
     def __call__(self, problem: Problem) -> Problem:
         """Return the row, with its prompt cut if on_too_long is "cut".
@@ -147,27 +149,28 @@ class RowCheck:
         )
 
     def _check_length(self, length: int, parts: str, where: str, samples: bool) -> None:
-        """Raise RowTooLong if `length` tokens exceed the row limit or the model's context."""
+        """Raise RowTooLong if `length` tokens exceed the row limit, the model's context or, for
+        samples, the sampler's limits.
+        """
         # For samples, `_with_prompt` has checked the prompt.
         longest = None if samples else self.limits.max_row_tokens
         if longest is not None and length > longest:
             raise self.limits.limit_error(
                 f"{where} is too long: {parts} {length} tokens, more than max_row_tokens {longest}"
             )
-        if self.limit is not None and length > self.limit:
+        limit, name = self._find_limit(length - self.sampled if samples else None)
+        if length > limit:
             raise self.limits.context_error(
-                f"{where} does not fit: {parts} {length} tokens, the model's context holds "
-                f"{self.limit}; shorten the row, or leave such rows out with --on-too-long skip"
+                f"{where} does not fit: {parts} {length} tokens, the {name} holds "
+                f"{limit}; shorten the row, or leave such rows out with --on-too-long skip"
                 + (", or lower --max-tokens" if samples else "")
             )
 
     def _must_fit(self, problem: Problem, answers: Sequence[str]) -> bool:
         """Return whether the row fits the context by its bytes alone."""
         size = _TEMPLATE + sum(len(str(m.get("content") or "").encode()) for m in problem.messages)
-        return (
-            self.limit is None
-            or size + self.sampled + sum(len(answer.encode()) for answer in answers) <= self.limit
-        )
+        limit, _ = self._find_limit(0 if self.sampled else None)
+        return size + self.sampled + sum(len(answer.encode()) for answer in answers) <= limit
 
     def _measure_prompt(self, problem: Problem, where: str) -> int:
         """Return the tokens of the generation prompt."""

@@ -73,10 +73,10 @@ def rollout(
     differ. `event_log` decides which episodes were ready at which tick.
 
     If the next observation of an episode leaves fewer than `params.max_tokens` tokens in the
-    model's context, the episode ends: it is truncated, the metrics of its last turn have
-    `context_overflow` 1, and it keeps the rewards earned so far. If the first observation leaves
-    too few, the episode is left out and `errors` has the reason. The same holds for the builder's
-    `max_tokens`. `max_turns` overrides the builders' `max_turns`.
+    model's context or the sampler's KV cache, the episode ends: it is truncated, the metrics of its
+    last turn have `context_overflow` 1, and it keeps the rewards earned so far. If the first
+    observation leaves too few, the episode is left out and `errors` has the reason. The same holds
+    for the builder's `max_tokens`. `max_turns` overrides the builders' `max_turns`.
 
     `players`: samplers of seats that are not the policy's, by the names that environments use. If
     several seats of an episode are the policy's, the trajectories of each seat form a separate
@@ -87,14 +87,14 @@ def rollout(
 
     The random stream of a sample is a function of (seed, turn, problem, index in the group,
     position) alone; a problem that occurs twice in the batch gets a second stream. Raises
-    ValueError for a group without members.
+    ValueError for a group without members or turns.
     """
     samplers: dict[str | None, ActionSampler] = {None: sampler}
     samplers.update((players or {}).items())
     with open_engine(samplers, params, schedule, event_log, max_turns=max_turns) as engine:
         streams = assign_random_streams([builder.problem_index for builder in builders])
         for number, (builder, stream) in enumerate(zip(builders, streams, strict=True)):
-            engine.start_group(number, builder, seed=seed, problem=stream)
+            engine.start_group(number, builder, seed=seed, random_stream=stream)
         results: list[RolloutBatch] = []
         cuts = [round(i * len(builders) / parts) for i in range(parts + 1)]
         ranges = list(itertools.starmap(range, itertools.pairwise(cuts)))
@@ -130,7 +130,7 @@ def open_engine(
                     if hasattr(sampler, "open_stream")
                     else schedule.make_stream(sampler)
                 ),
-                sampler.info["max_context"],
+                sampler.info,
             )
             for player, sampler in samplers.items()
         }

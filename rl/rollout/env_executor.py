@@ -197,7 +197,8 @@ async def await_value(value: Any) -> Any:
 
 
 class EnvExecutor:
-    """Wait for the pending results of episodes. At most `limit` should be pending at once.
+    """Wait for the pending results of episodes. At most `limit` should be pending at once, until
+    they are taken or discarded.
 
     A pending result is an EnvCall, a PendingScore or a Future. It may have a `deadline`, as of
     time.monotonic.
@@ -213,9 +214,10 @@ class EnvExecutor:
 
     @property
     def free_slots(self) -> int:
-        """Return the number of further results that may be pending."""
-        with self._condition:
-            return self.limit - len(self._pending) + len(self._finished)
+        """Return the number of further results that may be pending. A result that is not taken yet
+        counts, so that a replay, which takes it at the same tick, has the same number.
+        """
+        return self.limit - len(self._pending)
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -242,8 +244,8 @@ class EnvExecutor:
         """
         now = time.monotonic()
         with self._condition:
-            late = {key for key, deadline in self._deadlines().items() if deadline <= now}
-            return sorted(self._finished | late)
+            overdue = {key for key, deadline in self._deadlines().items() if deadline <= now}
+            return sorted(self._finished | overdue)
 
     def _deadlines(self) -> dict[EpisodeKey, float]:
         """Return the deadlines of the pending results that have any."""

@@ -5,7 +5,7 @@ ends, and build the groups. RolloutEngine advances the episodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,13 +21,14 @@ from rl.rollout.rollout_types import (
     TrajectoryGroup,
     Transition,
 )
-from rl.types import ModelInput, SampledSequence, SamplingParams
+from rl.types import ModelInput, SampledSequence, SamplingParams, find_length_limit
 
 
 @dataclass(slots=True)
 class EpisodeState:
     """Hold the state of a running episode: member `index` of group `group`. `pending_rewards`:
-    rewards of seats that have not acted yet.
+    rewards of seats that have not acted yet. `awaits_final_result`: the result of
+    `Env.on_context_overflow` is due.
     """
 
     group: int
@@ -38,6 +39,7 @@ class EpisodeState:
     transitions: list[Transition] = field(default_factory=list)
     error: str | None = None
     pending_rewards: dict[int, float] = field(default_factory=dict)
+    awaits_final_result: bool = False
 
     @property
     def key(self) -> EpisodeKey:
@@ -93,6 +95,8 @@ def check_player(
     """Return whether the player of the next turn is available. If not, the environment is at fault:
     set the episode's error, which leaves the episode out.
     """
+    if not _check_seats(episode, builder, {episode.env.seat}):
+        return False
     if episode.player in players:
         return True
     available = ", ".join(sorted(player for player in players if player is not None)) or "none"
@@ -104,59 +108,78 @@ def check_player(
     return False
 
 
+def _check_seats(episode: EpisodeState, builder: EnvGroupBuilder, seats: set[int]) -> bool:
+    """Return whether the episode has these seats; set its error if it does not."""
+    count = len(episode.env.players)
+    if unknown := seats.difference(range(count)):
+        episode.error = (
+            f"{name_episode(builder, episode.index)} named the seat {next(iter(unknown))!r:.100}; "
+            f"seats are numbered from 0 and their count is {count}"
+        )
+    return not unknown
+
+
 def check_context(
-    episode: EpisodeState, builder: EnvGroupBuilder, params: SamplingParams, context: int | None
+    episode: EpisodeState, builder: EnvGroupBuilder, params: SamplingParams, info: Mapping[str, Any]
 ) -> bool:
-    """Return whether the next action fits into the context; end the episode if it does not. The
-    last token is never fed to the model, hence context + 1.
+    """Return whether the next action fits into the context of the client with these details. End
+    the episode if it does not; the result of `Env.on_context_overflow` is then due.
     """
     length = episode.observation.length
-    max_tokens = get_sampling_params(episode, params).max_tokens or 1
-    over_episode_limit = builder.max_tokens is not None and length + max_tokens > builder.max_tokens
-    if not over_episode_limit and (context is None or length + max_tokens <= context + 1):
+    max_tokens = get_sampling_params(episode, params, builder, info).max_tokens or 1
+    most, limit_name = _find_token_limit(length, builder, info)
+    if length + max_tokens <= most:
         return True
     if episode.transitions:
         episode.end(truncated=True, context_overflow=1.0)
-        _add_final_result(episode, builder)
+        episode.awaits_final_result = True
     else:
-        exceeded_limit = (
-            f"episode's limit of {builder.max_tokens}"
-            if over_episode_limit
-            else f"model's context of {context}"
-        )
         episode.error = (
             f"the first observation of problem {builder.problem_index} has {length} tokens, which "
             f"with max_tokens={max_tokens} "
-            f"exceed the {exceeded_limit}: shorten the prompt or lower max_tokens"
+            f"exceed the {limit_name}: shorten the prompt or lower max_tokens"
         )
     return False
 
 
-def _add_final_result(episode: EpisodeState, builder: EnvGroupBuilder) -> None:
-    """Add the result of `Env.on_context_overflow` to the episode's last turn: a StepResult, a
-    promise of a StepResult, or None.
+def _find_token_limit(
+    length: int, builder: EnvGroupBuilder, info: Mapping[str, Any]
+) -> tuple[int, str]:
+    """Return (maximum number of tokens of an observation of `length` tokens and its action
+    together, name of this limit). The last token of the action is never fed to the model, hence
+    limit + 1.
     """
-    try:
-        reply = episode.env.on_context_overflow()
-        result = reply if reply is None or isinstance(reply, StepResult) else reply.result()
-    except EpisodeFailed as failed:
-        episode.error = str(failed)
-        return
+    limit, name = find_length_limit(info, length)
+    if builder.max_tokens is not None and builder.max_tokens <= limit + 1:
+        return builder.max_tokens, f"episode's limit of {builder.max_tokens}"
+    return limit + 1, f"{name} of {limit}"
+
+
+def add_final_result(
+    episode: EpisodeState, builder: EnvGroupBuilder, result: StepResult | None
+) -> None:
+    """Add the result of `Env.on_context_overflow` to the episode's last turn."""
     if result is not None:
         reward, metrics, episode.error = resolve_reward(result, episode, builder)
         last = episode.transitions[-1]
         last.reward, last.metrics = last.reward + reward, {**last.metrics, **metrics}
 
 
-def get_sampling_params(episode: EpisodeState, params: SamplingParams) -> SamplingParams:
+def get_sampling_params(
+    episode: EpisodeState, params: SamplingParams, builder: EnvGroupBuilder, info: Mapping[str, Any]
+) -> SamplingParams:
     """Return the sampling parameters of the episode's next action, with the stop condition and
-    length that the environment sets, if any.
+    length that the environment and `builder.max_tokens` set, if any.
     """
     if episode.stop is not None:
         params = replace(params, stop=episode.stop)
     most = episode.env.max_action_tokens
     if most is not None and (params.max_tokens is None or most < params.max_tokens):
         params = replace(params, max_tokens=most)
+    if params.max_tokens is None and builder.max_tokens is not None:
+        length = episode.observation.length
+        longest, _ = _find_token_limit(length, builder, info)
+        params = replace(params, max_tokens=max(1, longest - length))
     return params
 
 
@@ -183,9 +206,10 @@ def record_step(
     result: StepResult,
 ) -> None:
     """Record the result of an action. Waits for the reward if it is pending. A reward that is no
-    finite number, of any seat, fails the episode.
+    finite number, of any seat, fails the episode, and so does a seat that it does not have.
     """
     reward, metrics, episode.error = resolve_reward(result, episode, builder)
+    _check_seats(episode, builder, {*result.rewards, *result.metrics_of, *result.logs_of})
     reward += episode.pending_rewards.pop(seat, 0.0)
     episode.transitions.append(
         Transition(
@@ -243,9 +267,9 @@ def _describe_invalid_reward(value: Any, episode: EpisodeState, builder: EnvGrou
 
 
 def _to_finite(value: Any) -> float | None:
-    """Return a value as a finite float; None if it is none."""
+    """Return a value as a finite float; None if it is no number, or text."""
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
@@ -259,8 +283,8 @@ def _compute_group_rewards(
     """
     results = builder.compute_group_rewards(trajectories)
     try:
-        rewards = [(_to_finite(reward), metrics) for reward, metrics in results]
-    except (TypeError, ValueError):  # no pairs
+        rewards = [(_to_finite(reward), dict(metrics)) for reward, metrics in results]
+    except (TypeError, ValueError):  # no pairs, or metrics that are no mapping
         rewards = []
     finite = [(reward, metrics) for reward, metrics in rewards if reward is not None]
     if len(finite) != len(trajectories) or len(rewards) != len(trajectories):

@@ -36,7 +36,9 @@ class TickEvents:
         return bool(self.arrived or self.update_ended or self.weights_arrived)
 
     def as_json(self, tick: int) -> dict[str, Any]:
-        """Return the decision as a row of the log."""
+        """Return the decision as a row of the log: "learned" is `update_ended`, "landed" is
+        `weights_arrived`.
+        """
         row = {
             "arrived": [list(key) for key in self.arrived],
             "failed": [[*key, text] for key, text in sorted(self.failed.items())],

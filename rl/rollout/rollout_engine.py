@@ -13,16 +13,18 @@ from __future__ import annotations
 import inspect
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rl.errors import warn_on_rank_zero
 from rl.rewards import PendingScore
 from rl.rollout.env_executor import EnvExecutor, EnvThread, EpisodeKey
 from rl.rollout.episode_state import (
     EpisodeState,
+    add_final_result,
     build_groups,
     check_context,
     check_player,
@@ -34,6 +36,7 @@ from rl.rollout.episode_state import (
 )
 from rl.rollout.event_log import EventLog, TickEvents
 from rl.rollout.rollout_types import Env, EnvGroupBuilder, EpisodeFailed, RolloutBatch, StepResult
+from rl.sanitize import describe_error
 from rl.seed import derive_seed
 from rl.types import SampledSequence, SamplingParams, merge_counters
 
@@ -74,12 +77,10 @@ class ActionStream(Protocol):
 
 @dataclass
 class PlayerStream:
-    """Hold the sampling stream of a player, and the maximum number of tokens that the player
-    reads.
-    """
+    """Hold the sampling stream of a player, and the details (`info`) of the client that samples."""
 
     stream: ActionStream
-    max_context: int | None
+    info: Mapping[str, Any]
 
 
 @dataclass
@@ -142,7 +143,8 @@ class RolloutEngine:
         self._sampling: dict[
             tuple[str | None, int], EpisodeState
         ] = {}  # episodes with a sample in progress, by player and ticket
-        # environment calls that are due; action None: the first observation
+        # environment calls that are due; action None: the first or, if the episode awaits it, the
+        # final result
         self.due_calls: deque[tuple[EpisodeState, SampledSequence | None]] = deque()
         self._running_calls: dict[
             EpisodeKey, tuple[EpisodeState, SampledSequence | None, int, Any]
@@ -156,22 +158,27 @@ class RolloutEngine:
         builder: EnvGroupBuilder,
         *,
         seed: int,
-        problem: int,
+        random_stream: int,
         start_version: int = 0,
     ) -> GroupState:
         """Start the episodes of a group. `number` must differ from the number of every other group.
-        Raises ValueError if the builder makes no environments.
+        Raises ValueError if the builder makes no environments, or if they may take no turn.
         """
-        group = GroupState(number, builder, seed, problem, start_version)
+        name = f"the group of problem {builder.problem_index} ({builder.tag}) has"
+        if (turns := self._max_turns(builder)) < 1:
+            raise ValueError(f"{name} max_turns {turns}: at least 1")
+        group = GroupState(number, builder, seed, random_stream, start_version)
         group.episodes = [EpisodeState(number, i, env) for i, env in enumerate(builder.make_envs())]
         if not group.episodes:
-            raise ValueError(
-                f"the group of problem {builder.problem_index} ({builder.tag}) has no environments"
-            )
+            raise ValueError(f"{name} no environments")
         group.running_episodes = len(group.episodes)
         self.groups[number] = group
         self.due_calls.extend((episode, None) for episode in group.episodes)
         return group
+
+    def _max_turns(self, builder: EnvGroupBuilder) -> int:
+        """Return the maximum number of turns of an episode."""
+        return builder.max_turns if self.max_turns is None else self.max_turns
 
     def completed_groups(self) -> list[int]:
         """Return the numbers of the groups without running episodes, in order."""
@@ -194,11 +201,22 @@ class RolloutEngine:
         self.counters, self.sample_seconds, self.score_seconds = {}, 0.0, 0.0
         return rollouts
 
-    def discard_group(self, number: int) -> int:
-        """Discard a group at any stage, as if its episodes had not started. Return the number of
-        sampled tokens that this wastes.
-        """
-        group, lost = self.groups.pop(number), 0
+    def count_sampled_tokens(self, numbers: Collection[int]) -> int:
+        """Return the number of tokens sampled in these groups, with those of unfinished samples."""
+        calls = (*self.due_calls, *(call[:2] for call in self._running_calls.values()))
+        actions = [a for episode, a in calls if episode.group in numbers and a is not None]
+        for number in numbers:
+            actions += [turn.ac for e in self.groups[number].episodes for turn in e.transitions]
+        for player, player_stream in self.player_streams.items():
+            for ticket, request in player_stream.stream.unfinished().items():
+                episode = self._sampling[player, ticket]
+                if request.resume_from is not None and episode.group in numbers:
+                    actions.append(request.resume_from)
+        return sum(len(action.tokens) for action in actions)
+
+    def discard_group(self, number: int) -> None:
+        """Discard a group at any stage, as if its episodes had not started."""
+        group = self.groups[number]
         for (player, ticket), episode in list(self._sampling.items()):
             if episode.group == number:
                 self.player_streams[player].stream.drop(ticket)
@@ -208,11 +226,10 @@ class RolloutEngine:
         for episode in group.episodes:
             self.executor.discard(episode.key)
             self._running_calls.pop(episode.key, None)
-            lost += sum(len(turn.ac.tokens) for turn in episode.transitions)
-            if not episode.has_ended:
+            if not episode.has_ended or episode.awaits_final_result:
                 self._release_episode(episode)
+        del self.groups[number]
         group.builder.on_discard()
-        return lost
 
     def close(self) -> None:
         """Discard all running groups."""
@@ -274,13 +291,17 @@ class RolloutEngine:
         ):
             episode, action = self.due_calls.popleft()
             env, seat = episode.env, episode.env.seat
-            turn = env.initial_observation if action is None else partial(env.step, action)
+            turn: Callable[[], Any]
+            if episode.awaits_final_result:
+                turn = env.on_context_overflow
+            else:
+                turn = env.initial_observation if action is None else partial(env.step, action)
             reply: Any = (
                 partial(_run_turn, turn, self.executor)
                 if self._needs_thread(env)
                 else _begin_turn(turn)
             )
-            if isinstance(reply, tuple | StepResult) and not _has_pending_reward(reply):
+            if isinstance(reply, tuple | StepResult | None) and not _has_pending_reward(reply):
                 self._record_result(episode, action, seat, reply)
                 continue
             self._running_calls[episode.key] = (episode, action, seat, reply)
@@ -326,6 +347,10 @@ class RolloutEngine:
             return
         if isinstance(result, BaseException):
             raise result
+        if _has_pending_reward(result):  # the environment has answered, its reward has not
+            self._running_calls[key] = (episode, action, seat, result)
+            self.executor.watch(key, result.reward)
+            return
         self._record_result(
             episode, action, seat, reply if isinstance(reply, StepResult) else result
         )
@@ -335,21 +360,26 @@ class RolloutEngine:
     ) -> None:
         """Record the turn that an environment result completes, and request the next turn."""
         builder = self.groups[episode.group].builder
+        if episode.awaits_final_result:
+            add_final_result(episode, builder, result)
+            self.finish_episode(episode)
+            return
         if action is None:
             episode.observation, episode.stop = result
         else:
             record_step(episode, builder, action, seat, result)
         if (
             episode.has_ended
-            or not check_turns(
-                episode, builder.max_turns if self.max_turns is None else self.max_turns
-            )
+            or not check_turns(episode, self._max_turns(builder))
             or not check_player(episode, builder, self.player_streams)
             or not check_context(
-                episode, builder, self.params, self.player_streams[episode.player].max_context
+                episode, builder, self.params, self.player_streams[episode.player].info
             )
         ):
-            self.finish_episode(episode)
+            if episode.awaits_final_result:
+                self.due_calls.append((episode, None))
+            else:
+                self.finish_episode(episode)
         elif script := self.recorded_actions.get(episode.key):
             self.due_calls.append((episode, script.pop(0)))
         elif self.replayed_episodes is not None:
@@ -373,7 +403,9 @@ class RolloutEngine:
         request = SamplingRequest(
             prompt=episode.observation.token_ids(),
             images=episode.observation.images_with_positions(),
-            params=get_sampling_params(episode, self.params),
+            params=get_sampling_params(
+                episode, self.params, group.builder, self.player_streams[player].info
+            ),
             seed=derive_seed(group.seed, turn),
             problem=group.random_stream,
             first_index=episode.index,
@@ -394,13 +426,20 @@ class RolloutEngine:
     def finish_episode(self, episode: EpisodeState) -> None:
         """End an episode, for any reason."""
         episode.env.left_out = episode.error is not None
+        episode.awaits_final_result = False
         self._release_episode(episode)
         self.recorded_actions.pop(episode.key, None)
         self.groups[episode.group].running_episodes -= 1
 
     def _release_episode(self, episode: EpisodeState) -> None:
-        """Close an episode's environment and end its conversations."""
-        episode.env.close()
+        """Close an episode's environment and end its conversations. If `Env.close` raises, warn:
+        the episode has its result, and the other environments must be closed too.
+        """
+        try:
+            episode.env.close()
+        except Exception as error:  # noqa: BLE001  (the user's code)
+            name = name_episode(self.groups[episode.group].builder, episode.index)
+            warn_on_rank_zero(f"{name} was not closed: {describe_error(error, 1000)}")
         for player_stream in self.player_streams.values():
             player_stream.stream.end_conversation(episode.conversation)
 
@@ -427,17 +466,14 @@ def _begin_turn(turn: Callable[[], Any]) -> Any:
 
 
 def _run_turn(turn: Callable[[], Any], executor: EnvExecutor) -> Any:
-    """Run a turn of an environment in a thread, from the action to the reward. Return the exception
-    of an environment that raises, which ends the rollout.
+    """Run a turn of an environment in a thread. Return the exception of an environment that raises,
+    which ends the rollout.
     """
     try:
         reply = turn()
         if inspect.isawaitable(reply):
             reply = executor.run_awaitable(reply)
-        result = reply.result() if hasattr(reply, "result") else reply
-        if _has_pending_reward(result):
-            result.reward.result()
-        return result
+        return reply.result() if hasattr(reply, "result") else reply
     except EpisodeFailed:
         raise
     except BaseException as error:  # boundary: the thread of the rollout raises it
@@ -478,6 +514,7 @@ def save_engine_state(engine: RolloutEngine) -> dict[str, Any]:
         "asked": [
             [e.group, e.index, None if action is None else action.as_json()]
             for e, action in (*waiting, *engine.due_calls)
+            if not e.awaits_final_result  # the replay calls on_context_overflow again
         ],
     }
 
@@ -509,7 +546,7 @@ def restore_engine_state(
             number,
             get_builder(number),
             seed=saved["seed"],
-            problem=saved["problem"],
+            random_stream=saved["problem"],
             start_version=saved["since"],
         )
         # a builder may fail, or have failed, to make its environments

@@ -69,7 +69,7 @@ def compute_group_metrics(
     groups: Sequence[TrajectoryGroup], prefix: str = "env"
 ) -> dict[str, float]:
     """Return `<prefix>/all/...` over all groups and, if there are several data sets,
-    `<prefix>/<tag>/...` for each data set.
+    `<prefix>/<tag>/...` for each data set; the data set named "all" is `<prefix>/all-rows/...`.
 
     The metrics are reward/total (mean over episodes, with std, min and max), turns and tokens, each
     metric of environments and rewards (the mean over the episodes that have it), and the shares of
@@ -81,7 +81,8 @@ def compute_group_metrics(
         by_tag[group.tag].append(group)
     if len(by_tag) > 1:
         for tag, members in sorted(by_tag.items()):
-            metrics.update(_compute_prefixed_metrics(members, f"{prefix}/{tag.replace('/', '-')}"))
+            name = "all-rows" if tag == "all" else tag.replace("/", "-")
+            metrics.update(_compute_prefixed_metrics(members, f"{prefix}/{name}"))
     return metrics
 
 

@@ -205,7 +205,7 @@ class Env(abc.ABC):
 
     def on_context_overflow(self) -> StepResult | Pending[StepResult] | None:
         """Return the final result of an episode that ends because its last observation and an
-        action would exceed the context (or `max_tokens`).
+        action would exceed the context, the KV cache or `max_tokens`. Called like `step`.
 
         The reward and metrics of the result are added to the last turn's. None: no result.
         """
@@ -213,7 +213,8 @@ class Env(abc.ABC):
 
     def close(self) -> None:  # noqa: B027  (nothing, by default)
         """Release resources. The rollout calls this once, after the episode has ended for any
-        reason.
+        reason. If an episode is discarded, or a call exceeds its time limit, a thread may still be
+        in that call. An error of `close` is a warning.
         """
 
 

@@ -32,11 +32,13 @@ from rl.runtime.sampler_versions import (
 from rl.runtime.stream_worker import StepOutput, StepRequest, WorkerStream
 from rl.runtime.verb_table import SAMPLER, assign_indices, merge_by_index, verb
 from rl.sampler import (
+    BLOCK_SIZE,
     Decoder,
     IdleKVCachePool,
     MultiAdapterDecoder,
     SamplingRequest,
     disable_cudnn_attention,
+    find_rope_switch,
     make_base_decoder,
     make_decoder,
     score_sequences,
@@ -243,6 +245,7 @@ class SamplingWorker:
             "value_head": spec.value_head,
             "vocab_size": loaded.vocab_size,
             "max_context": find_max_context(loaded.model),
+            **self._describe_limits(loaded),
             "hidden_size": get_hidden_size(loaded.model),
             "parameters": parameters,
             "trainable_parameters": trainable,
@@ -252,6 +255,22 @@ class SamplingWorker:
             "world": collectives.world(),
             "sampler": self.settings.sampler.kind,
             "sampler_tp": self.settings.sampler.tp,
+        }
+
+    def _describe_limits(self, loaded: LoadedModel) -> dict[str, Any]:
+        """Return the limits of a sample's length besides the context, for `find_length_limit`. vLLM
+        servers have their own limits.
+        """
+        settings = self.settings.sampler
+        if settings.kind == "vllm":
+            return {}
+        may_page = settings.cache == "paged" or (
+            settings.cache == "auto" and self.accelerator.device.type == "cuda"
+        )
+        unit = BLOCK_SIZE if may_page else 1
+        return {
+            "kv_cache_tokens": settings.kv_cache_tokens // unit * unit,
+            "length_switch": find_rope_switch(loaded.model),
         }
 
     def _assign_indices(self, costs: Sequence[int]) -> list[int]:

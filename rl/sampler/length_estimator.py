@@ -86,7 +86,7 @@ class LengthEstimator:
 
     def count_expected(
         self,
-        tables: BlockManager,
+        block_manager: BlockManager,
         rows: RunningRows,
         max_tokens: int,
         count: int,
@@ -100,11 +100,12 @@ class LengthEstimator:
         `planned`: rows that are to be admitted before them, `prompt_blocks`: blocks of the prompts
         that are to be prefilled, `prompt`: length of the longest of them.
         """
-        pool, size = tables.pool, tables.block_size
+        pool, size = block_manager.pool, block_manager.block_size
         sampled, remaining = rows["num_sampled"], rows["max_tokens"] - rows["num_sampled"]
-        written = np.array([row.length for row in tables.rows], np.int64)
+        written = np.array([row.length for row in block_manager.rows], np.int64)
         shared = np.array(
-            [row.prompt.length // size * (row.prompt.rows > 1) for row in tables.rows], np.int64
+            [row.prompt.length // size * (row.prompt.rows > 1) for row in block_manager.rows],
+            np.int64,
         )
         longest = max(int(remaining.max(initial=0)), max_tokens)
         running = self.blocks(RowTable(written, sampled, remaining, shared), size, sampled, longest)
@@ -116,7 +117,7 @@ class LengthEstimator:
         # blocks of prompts; rows that have not written yet still share the last of them
         in_prompts = sum(
             len(slot.block_table) if slot.rows == 0 else slot.length // size * (slot.rows > 1)
-            for slot in tables.prompts
+            for slot in block_manager.prompts
         )
         used = len(pool.ref_counts) - pool.num_free
         held = max(in_prompts, used - int(running.most[0]))

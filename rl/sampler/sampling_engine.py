@@ -4,12 +4,12 @@ A step decodes the running rows, admits waiting requests as far as the budget al
 a group is prefilled once), samples a token for every row, and removes the finished rows.
 
 Over a paged cache, the device can run several steps per host sync (device_steps.py). The samples
-are the same. A step that admits requests then prefills their prompts and samples their first
-tokens; their rows join the next steps of the device. While a row has penalties (which depend on all
-its earlier tokens) or more than 1,024 biases, all rows run one step at a time. Only the host can
-check stop strings; tokens sampled past a stop string are discarded. While no waiting request can be
-admitted, the next steps are launched before the last ones are read: in `run`, and within the
-`max_steps` of a caller of `step`.
+are the same. A call of `step` that admits requests prefills their prompts and samples their first
+tokens; their rows join the steps of the device in the next call. While a row has penalties (which
+depend on all its earlier tokens) or more than 1,024 biases, all rows run one step at a time. Only
+the host can check stop strings; tokens sampled past a stop string are discarded. While no waiting
+request can be admitted, the next steps are launched before the last ones are read: in `run`, and
+within the `max_steps` of a caller of `step`.
 """
 
 from __future__ import annotations
@@ -133,8 +133,9 @@ class Engine(Scheduler):
         self._errors: dict[int, FloatingPointError] = {}  # of requests that diverged in this step
         self._has_non_finite = False  # whether the cache holds NaN or infinity
         self.steps_per_sync = steps_per_sync
-        # Upper bound on the tokens per row of the next calls of `step`, with no other call between
-        # them. None: `steps_per_sync`, and any call may follow.
+        # Maximum number of tokens per row of all next calls of `step` together, which the caller
+        # makes without another call between them. None or 0: at most `steps_per_sync` in the next
+        # call, and any call may follow, so no chunk is launched ahead.
         self.max_steps: int | None = None
         # whether a chunk is launched before the one before it is read, so that the device does not
         # wait for the host
@@ -182,7 +183,9 @@ class Engine(Scheduler):
         condition = build_stop_condition(
             params.stop, () if params.ignore_eos else self.eos_token_ids
         )
-        check_params(params, condition.token_ids, self.decoder.vocab_size, max_tokens)
+        check_params(
+            params, condition.token_ids, self.decoder.vocab_size, max_tokens, resumed_tokens
+        )
         if condition.strings and self._stop_strings is None:
             raise ValueError(
                 f"stop={params.stop!r} holds strings, which need a tokenizer: "

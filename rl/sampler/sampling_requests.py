@@ -194,7 +194,7 @@ def check_request(request: SamplingRequest, vocab: int) -> None:
     vocabulary, and for a wrong number of samples.
     """
     prompt = request.prompt
-    if not prompt:
+    if not len(prompt):
         raise ValueError("the prompt is empty: a model needs at least 1 token, for example its BOS")
     tokens, targets = request.scored_tokens(), request.target_prompt_tokens
     if min(tokens) < 0 or max(tokens) >= vocab:
@@ -214,16 +214,28 @@ def check_request(request: SamplingRequest, vocab: int) -> None:
 
 
 def check_params(
-    params: SamplingParams, stop_ids: Collection[int], vocab: int, max_tokens: int
+    params: SamplingParams,
+    stop_ids: Collection[int],
+    vocab: int,
+    max_tokens: int,
+    resumed_tokens: Sequence[int] = (),
 ) -> None:
-    """Raise ValueError for a token outside the vocabulary, or min_tokens that cannot be reached."""
+    """Raise ValueError for a token outside the vocabulary, min_tokens that cannot be reached, or a
+    partial sample (`resumed_tokens`) that is complete.
+    """
     params.check_vocabulary(vocab)
+    if resumed_tokens and (len(resumed_tokens) >= max_tokens or resumed_tokens[-1] in stop_ids):
+        raise ValueError(
+            f"resume_from has {len(resumed_tokens)} tokens, the last is {resumed_tokens[-1]}: this "
+            f"sample is complete with max_tokens={max_tokens} and the stop ids "
+            f"{sorted(stop_ids)!s:.100}, an unfinished sample is expected"
+        )
     if params.min_tokens > max_tokens:
         raise ValueError(
             f"min_tokens={params.min_tokens} is more than the {max_tokens} tokens that may be "
             "sampled: lower it"
         )
-    if params.min_tokens and len(stop_ids) >= vocab:
+    if params.min_tokens and len([token for token in stop_ids if token < vocab]) >= vocab:
         raise ValueError(
             f"min_tokens={params.min_tokens} excludes stop ids from sampling, and all {vocab} "
             "tokens are stop ids: lower it to 0"

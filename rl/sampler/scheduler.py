@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.errors import ContextLengthError
+from rl.errors import ContextLengthError, UserError
 from rl.sampler.block_manager import BlockManager, choose_pool_size, max_blocks
 from rl.sampler.decode_state import BatchSize, Prompt, compact_slots
 from rl.sampler.decoder import Decoder
@@ -143,7 +143,7 @@ class Scheduler:
             switch.check(prompt_length, fed)
         cost = self._state.cost(BatchSize(1, prompt_length, 1, max_tokens - 1))
         if cost > self.kv_cache_tokens:
-            raise ValueError(
+            raise UserError(
                 f"one sample of a {prompt_length}-token prompt with max_tokens={max_tokens} takes "
                 f"{cost} tokens of KV cache, kv_cache_tokens is {self.kv_cache_tokens}: raise "
                 "kv_cache_tokens or lower max_tokens"
@@ -269,22 +269,23 @@ class Scheduler:
         the next blocks of the running rows.
         """
         count = min(group.request.num_samples - group.num_admitted, self.max_rows - size.rows)
-        least = int(size.rows == 0 and size.prompts <= 1)  # `add` checked that a single row fits
-        tables = self._blocks
-        if tables is None:  # the cost grows with the rows
+        # `add` checked that a single row fits
+        min_count = int(size.rows == 0 and size.prompts <= 1)
+        blocks = self._blocks
+        if blocks is None:  # the cost grows with the rows
             fitting = bisect.bisect_right(
                 range(1, count + 1),
                 self.kv_cache_tokens,
                 key=lambda more: self._state.cost(size._replace(rows=size.rows + more)),
             )
-            return max(fitting, least)
-        planned, reads = size.rows - len(self._rows), size.prompts - len(self._state.prompts)
-        prompt_blocks = reads * tables.num_blocks_for(size.longest_prompt)
-        room = tables.pool.num_free - prompt_blocks - planned - tables.blocks_needed()
+            return max(fitting, min_count)
+        planned, new_prompts = size.rows - len(self._rows), size.prompts - len(self._state.prompts)
+        prompt_blocks = new_prompts * blocks.num_blocks_for(size.longest_prompt)
+        room = blocks.pool.num_free - prompt_blocks - planned - blocks.blocks_needed()
         count = min(count, room)
         if count > 0 and self.expects_lengths:
             count = self._lengths.count_expected(
-                tables,
+                blocks,
                 self._rows,
                 group.max_tokens,
                 count,
@@ -292,7 +293,7 @@ class Scheduler:
                 prompt_blocks,
                 size.longest_prompt,
             )
-        return max(count, least)
+        return max(count, min_count)
 
     def _may_admit(self) -> bool:
         """Return whether a request may be admitted now."""
@@ -362,17 +363,17 @@ class Scheduler:
 
     def _preempt_newest(self) -> None:
         """Preempt the newest rows until the next tokens of the remaining rows have blocks."""
-        tables = self._blocks
-        if tables is None:
+        blocks = self._blocks
+        if blocks is None:
             return
-        while len(self._rows) and tables.blocks_needed() > tables.pool.num_free:
+        while len(self._rows) and blocks.blocks_needed() > blocks.pool.num_free:
             rows = np.arange(len(self._rows))
-            if any(prompt.rows == 0 for prompt in tables.prompts):
+            if any(prompt.rows == 0 for prompt in blocks.prompts):
                 self._retain(rows)
                 continue
             if len(rows) == 1:
                 raise RuntimeError(
-                    f"a row needs more than {len(tables.pool.ref_counts)} blocks of the cache: "
+                    f"a row needs more than {len(blocks.pool.ref_counts)} blocks of the cache: "
                     "`add` should have rejected it"
                 )
             newest = np.lexsort((self._rows["sample"], self._rows["request_id"]))[-1]
@@ -401,11 +402,11 @@ class Scheduler:
         blocks.
         """
         while self._preempted and len(self._rows) < self.max_rows:
-            first, tables = self._preempted[0], self._blocks
-            assert tables is not None
+            first, blocks = self._preempted[0], self._blocks
+            assert blocks is not None
             if (
-                tables.num_blocks_for(len(first.fed_tokens)) + 1 + tables.blocks_needed()
-                > tables.pool.num_free
+                blocks.num_blocks_for(len(first.fed_tokens)) + 1 + blocks.blocks_needed()
+                > blocks.pool.num_free
             ):
                 if len(self._rows):
                     return

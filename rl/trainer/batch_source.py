@@ -346,7 +346,7 @@ class InFlightGroups:
             number,
             builder,
             seed=seed,
-            problem=stream,
+            random_stream=stream,
             start_version=self.staleness.start_versions[number],
         )
 
@@ -363,8 +363,10 @@ class InFlightGroups:
         """
         self.staleness.ended_groups.update(self.engine.completed_groups())
         batch, rescheduled = self.staleness.take_batch()
+        if rescheduled:
+            self.discarded_tokens += self.engine.count_sampled_tokens(rescheduled)
         for number in rescheduled:
-            self.discarded_tokens += self.engine.discard_group(number)
+            self.engine.discard_group(number)
             self._restart_group(number)
         if not batch:
             return None

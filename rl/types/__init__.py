@@ -19,6 +19,7 @@ from rl.types.inputs import (
     ModelInputChunk,
     PlacedImage,
 )
+from rl.types.length_limit import find_length_limit
 from rl.types.problem_types import Message, Messages, Problem, StoredAnswer
 from rl.types.responses import (
     Checkpoint,
@@ -114,6 +115,7 @@ __all__ = [
     "TensorDtype",
     "TrainingRun",
     "WeightsInfoResponse",
+    "find_length_limit",
     "merge_counters",
     "experts_as_text",
     "experts_from_text",

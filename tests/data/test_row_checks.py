@@ -28,6 +28,7 @@ from rl.errors import UserError
 from rl.jsonl import format_json_line, read_jsonl
 from rl.renderers import get_renderer
 from rl.rollout.episode_state import EpisodeState, build_groups
+from rl.sampler.rope_switch import RopeLengthSwitch
 from rl.types import ModelInput
 
 INFO = {"max_context": 200, "vocab_size": 300}
@@ -175,6 +176,34 @@ def test_rows_that_do_not_fit_or_cannot_be_rendered_are_named_or_left_out(tmp_pa
     assert select_good_rows(kept, check, "skip") is kept
     with pytest.raises(UserError, match="no row is left"):
         select_good_rows(problems.subset([1, 2]), check, "skip")
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"kv_cache_tokens": 90}, r"the KV cache \(kv_cache_tokens\) holds 90"),
+        (
+            {"length_switch": RopeLengthSwitch("longrope", 90, True)},
+            "the range of the model's rotary frequencies holds 90",
+        ),
+    ],
+)
+def test_rows_that_the_sampler_cannot_answer_are_named(tmp_path, renderer, more, name):
+    """A row that is only trained on may have them all; longrope has others after 90 tokens."""
+    rows = [{"prompt": "a" * n, "answer": "1"} for n in (10, 60, 95)]
+    problems = load_problems(write_rows(tmp_path / "rows.jsonl", *rows))
+    check = RowCheck({**INFO, **more}, renderer, "rows", (), 50)
+    check(problems[0])
+    with pytest.raises(
+        UserError, match=f"line 2 does not fit: its prompt and max_tokens 50.*{name}"
+    ):
+        check(problems[1])
+    assert len(select_good_rows(problems, RowCheck(INFO, renderer, "rows", (), 50), "error")) == 3
+    if "length_switch" in more:
+        check(problems[2])
+    else:
+        with pytest.raises(UserError, match="line 3"):
+            check(problems[2])
 
 
 def test_pairs_that_fit_alone_and_not_side_by_side(tmp_path, renderer):

@@ -20,7 +20,7 @@ from rl.learner import Learner, LearnerSettings
 from rl.losses import CUSTOM_VALUE_LOSS, get_loss
 from rl.models import add_lora, model_loading
 from rl.rollout import Trajectory, Transition, trajectory_to_datums
-from rl.types import Datum, LoraConfig, ModelInput, SamplingParams
+from rl.types import Datum, LoraConfig, ModelInput, SamplingParams, find_length_limit
 
 LAYOUTS = ("auto", "padded", "packed", "shared")
 # Per architecture: (config changes, exact layouts), as its layers suggest. Windows are 40 tokens,
@@ -453,6 +453,8 @@ def test_an_episode_that_grows_past_the_original_length_is_scored_as_it_was_draw
     with ServiceClient(output_dir=tmp_path / "out") as service:
         client = service.create_full_training_client(str(tmp_path / "model"))
         sampler = client.save_weights_and_get_sampling_client()
+        limits = [find_length_limit(sampler.info, length)[0] for length in (32, 33)]
+        assert limits == [32, sampler.info["max_context"]]
         for new in (20, 6, 6, 6):
             read = read + rng.integers(3, 40, new).tolist()
             params = SamplingParams(max_tokens=3, stop=[0])

@@ -5,6 +5,7 @@ slow, block, fail or never answer.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import sqlite3
 import threading
@@ -46,7 +47,11 @@ from rl.rollout import (
     EventLoopThread,
     ReplayedEventLog,
     RolloutSchedule,
+    StepResult,
+    open_engine,
+    restore_engine_state,
     rollout,
+    save_engine_state,
 )
 from rl.types import Problem, SamplingParams
 
@@ -245,6 +250,47 @@ def test_a_rollout_repeated_from_its_log_is_the_same_bit_for_bit(sampler):
     assert get_tokens(other.groups[0]) == get_tokens(first.groups[0])
 
 
+class DelayedEnv(CountdownEnv):
+    """The step and the close of each environment take its `delays` in seconds; only `step` blocks."""
+
+    blocks, delays = False, (0.0, 0.0)
+
+    def initial_observation(self):
+        self.blocks = True
+        return super().initial_observation()
+
+    def step(self, action):
+        time.sleep(self.delays[0])
+        return super().step(action)
+
+    def close(self):
+        time.sleep(self.delays[1])
+
+
+class SlowEventLog(EventLog):
+    def next_events(self, *words, **more):
+        time.sleep(0.02)
+        return super().next_events(*words, **more)
+
+
+def test_a_run_with_more_calls_than_environments_is_repeated_from_its_log(sampler):
+    """A result that arrives while the first is closed does not let a further call start."""
+
+    def play(event_log, steps, first_close=0.0):
+        group = Of(DelayedEnv, 0, [1] * 4)
+        envs = group.make_envs()
+        for env, seconds in zip(envs, steps, strict=True):
+            env.delays = (seconds, first_close if env is envs[0] else 0.0)
+        group.make_envs = lambda: envs
+        return run_continuous([group], sampler, seed=1, event_log=event_log, max_environments=2)
+
+    log: list = []
+    first = play(SlowEventLog(log.append), [0.03, 0.06, 0, 0], first_close=0.1)
+    again = play(ReplayedEventLog(log), [0.03, 0.1, 0.1, 0])
+    assert describe_rollouts(again) == describe_rollouts(first)
+    assert logprobs(again) == logprobs(first)
+
+
 def test_a_log_of_another_run_is_refused(sampler):
     log = [{"tick": 0, "arrived": [[0, 0], [0, 1]]}, {"tick": 1, "arrived": [[5, 0]]}]
     group = CountdownGroupBuilder(0, [2, 2])
@@ -337,6 +383,102 @@ def test_every_environment_is_closed_once_however_its_episode_ends(sampler, play
 def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler):
     group = owing_group(sampler.info["max_context"], list_owed_results())
     check_owed(run_continuous([group], sampler, seed=2), group)
+
+
+@pytest.mark.parametrize("play", [rollout, run_continuous])
+def test_the_last_result_of_an_episode_may_be_awaited_or_late(sampler, play):
+    """An overflow costs no other episode: a call that hangs has the time limit of a turn."""
+
+    class Awaited(CountdownEnv):
+        async def on_context_overflow(self):
+            return StepResult(5.0, True)
+
+    class Hanging(CountdownEnv):
+        def on_context_overflow(self):
+            threading.Event().wait()
+
+    more = {"params": PARAMS, "seed": 1}
+    if play is rollout:
+        more["schedule"] = RolloutSchedule(env_timeout=0.5)
+    else:
+        more["env_timeout"] = 0.5
+    groups = [Of(Awaited, 0, [6]), Of(Hanging, 1, [6]), Of(Hanging, 2, [2])]
+    for group in groups:
+        group.max_tokens = 12  # observations of 3, 7 and 11 tokens: two turns
+    result = play(groups, sampler, **more)
+    assert [group.get_total_rewards() for group in result.groups] == [[1 + 2 + 5 + 20], [3 + 20]]
+    (error,) = result.errors
+    assert "episode 0 of row 1, was not done within its 0.5 s" in error
+
+
+def test_a_last_result_that_is_due_is_due_again_after_a_restart(sampler):
+    """Until then its environment is open."""
+    proceed, schedule = threading.Event(), RolloutSchedule(make_stream=SampleStream)
+    closed = []
+
+    class Waiting(CountdownEnv):
+        def on_context_overflow(self):
+            proceed.wait()
+            return StepResult(5.0, True)
+
+        def close(self):
+            closed.append(self)
+
+    def make_group(number=0):
+        group = Of(Waiting, 0, [6])
+        group.max_tokens = 12
+        return group
+
+    with open_engine({None: sampler}, PARAMS, schedule) as engine:
+        group = engine.start_group(0, make_group(), seed=1, random_stream=0)
+        while not group.episodes[0].has_ended:
+            engine.tick()
+        engine._call_environments()
+        state = json.loads(json.dumps(save_engine_state(engine)))
+        assert not engine.completed_groups() and not closed
+    assert len(closed) == 1
+    proceed.set()
+    with open_engine({None: sampler}, PARAMS, schedule) as engine:
+        assert restore_engine_state(engine, state, make_group) == []
+        assert engine.completed_groups() == [0]
+        result = engine.take_rollouts([0])
+    assert result.groups[0].get_total_rewards() == [1 + 2 + 5 + 20]
+
+
+class LateRewardEnv(CountdownEnv):
+    def step(self, action):
+        result = super().step(action)
+        result.reward = PendingScore("", None)
+        threading.Timer(1.5, result.reward.set_result, [Score(reward=2.0)]).start()
+        return result
+
+
+def test_the_time_of_a_reward_is_not_that_of_its_environment(sampler):
+    result = run_continuous([Of(LateRewardEnv, 0, [1, 1])], sampler, seed=1, env_timeout=1)
+    assert not result.errors and result.groups[0].get_total_rewards() == [2 + 10] * 2
+
+
+def test_sampled_tokens_are_counted_at_every_stage_of_an_episode(sampler):
+    """Unfinished samples, actions whose environment has not answered, and recorded turns."""
+    proceed, params = threading.Event(), SamplingParams(max_tokens=12, temperature=1.0, stop=[])
+
+    class Waiting(CountdownEnv):
+        def step(self, action):
+            if self.turns == 2:
+                proceed.wait()
+            return super().step(action)
+
+    schedule = RolloutSchedule(make_stream=SampleStream, steps=5)
+    with open_engine({None: sampler}, params, schedule) as engine:
+        group = engine.start_group(0, Of(Waiting, 0, [2, 1, 2]), seed=1, random_stream=0)
+        engine.start_group(1, Of(Waiting, 1, [2]), seed=1, random_stream=1)
+        counts = []
+        while group.running_episodes == 3:
+            engine.tick()
+            counts.append(engine.count_sampled_tokens([0]))
+        assert 0 < counts[0] < 36 and counts == sorted(counts) and counts[-1] == 36
+        assert engine.count_sampled_tokens([0, 1]) == 48
+        proceed.set()
 
 
 class SleepingEnv(CountdownEnv):

@@ -8,17 +8,21 @@ import numpy as np
 import pytest
 
 from rl import ServiceClient
+from rl.client import SampleStream
 from rl.rollout import (
     Env,
     EnvGroupBuilder,
     EpisodeFailed,
     RolloutBatch,
+    RolloutSchedule,
     StepResult,
     TrajectoryGroup,
     compute_group_metrics,
+    open_engine,
     rollout,
     trajectory_to_datums,
 )
+from rl.sampler.rope_switch import RopeLengthSwitch
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=3, temperature=1.0, stop=[])
@@ -208,6 +212,120 @@ def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
     assert len(rollout([long], sampler, PARAMS, seed=0).groups) == 1
 
 
+@pytest.mark.parametrize("make_stream", [None, SampleStream])
+def test_an_episode_that_outgrows_the_kv_cache_ends_alone(tmp_path, make_stream):
+    schedule = RolloutSchedule(make_stream=make_stream)
+    long = CountdownGroupBuilder(1, [2])
+    long.first = ModelInput.from_ints([3] * 19)
+    with ServiceClient(output_dir=tmp_path, seed=1) as service:
+        service.set_cache_size(20)
+        client = service.create_full_training_client("tiny:addition", seed=1)
+        sampler = client.save_weights_and_get_sampling_client()
+        builders = [CountdownGroupBuilder(0, [6, 2]), long]
+        result = rollout(builders, sampler, PARAMS, seed=2, schedule=schedule)
+    (group,) = result.groups
+    # observations of 3, 7, 11, 15 and 19 tokens; the last token of an action takes no position
+    assert [len(e.transitions) for e in group.trajectories_G] == [4, 2]
+    ends = [e.transitions[-1].metrics["context_overflow"] for e in group.trajectories_G]
+    assert ends == [1.0, 0.0]
+    (error,) = result.errors
+    assert "exceed the KV cache (kv_cache_tokens) of 20" in error
+
+
+class LimitedSampler:
+    """A sampler with other details."""
+
+    def __init__(self, sampler, **info):
+        self.info, self.sample_many = {**sampler.info, **info}, sampler.sample_many
+
+
+def test_an_episode_that_would_cross_the_rope_switch_ends_alone(sampler):
+    limited = LimitedSampler(sampler, length_switch=RopeLengthSwitch("longrope", 12, True))
+    beyond = CountdownGroupBuilder(1, [2])
+    beyond.first = ModelInput.from_ints([3] * 13)
+    groups = rollout([CountdownGroupBuilder(0, [6]), beyond], limited, PARAMS, seed=2).groups
+    # observations of 3, 7 and 11 tokens: the third would reach 13 positions
+    assert [len(g.trajectories_G[0].transitions) for g in groups] == [2, 2]
+
+
+def test_an_action_without_max_tokens_ends_at_the_limit_of_the_episode(sampler):
+    limit = sampler.info["max_context"]
+    builders = [CountdownGroupBuilder(i, [1]) for i in range(2)]
+    builders[0].max_tokens, builders[1].max_tokens = 10, limit + 9
+    params = replace(PARAMS, max_tokens=None)
+    groups = rollout(builders, sampler, params, seed=2).groups
+    lengths = [len(tokens) for group in groups for (tokens,) in get_tokens(group)]
+    assert lengths == [10 - 3, limit + 1 - 3]
+
+
+@pytest.mark.parametrize("field", ["seat", "rewards", "metrics_of", "logs_of"])
+@pytest.mark.parametrize("seat", [-1, 1])
+def test_a_seat_that_does_not_exist_costs_its_episode(sampler, seat, field):
+    class Faulty(CountdownEnv):
+        def step(self, action):
+            result = super().step(action)
+            if self.turns == 2 and field == "seat":
+                self.seat = seat
+            elif self.turns == 2:
+                value = 1.0 if field == "rewards" else {"x": 1.0}
+                result = replace(result, **{field: {seat: value}})
+            return result
+
+    result = rollout([Of(Faulty, 3, [2, 1])], sampler, PARAMS, seed=2)
+    assert result.groups[0].get_total_rewards() == [11.0]
+    (error,) = result.errors
+    assert f"{seat}" in error and "seats are numbered from 0 and their count is 1" in error
+
+
+@pytest.mark.parametrize("place", ["builder", "rollout"])
+def test_episodes_without_turns_are_refused(sampler, place):
+    group, more = CountdownGroupBuilder(4, [1]), {}
+    if place == "builder":
+        group.max_turns = 0
+    else:
+        more["max_turns"] = 0
+    with pytest.raises(ValueError, match="problem 4 .count. has max_turns 0: at least 1"):
+        rollout([group], sampler, PARAMS, seed=0, **more)
+
+
+def test_a_data_set_named_all_leaves_the_metrics_of_all(sampler):
+    builders = [CountdownGroupBuilder(0, [1]), CountdownGroupBuilder(1, [2, 2])]
+    builders[0].tag, builders[1].tag = "all", "other"
+    metrics = compute_group_metrics(rollout(builders, sampler, PARAMS, seed=2).groups)
+    counts = {name: n for name, n in metrics.items() if name.endswith("total_episodes")}
+    assert counts == {
+        "env/all/total_episodes": 3,
+        "env/all-rows/total_episodes": 1,
+        "env/other/total_episodes": 2,
+    }
+
+
+class FailingCloseEnv(CountdownEnv):
+    closed = 0
+
+    def close(self):
+        FailingCloseEnv.closed += 1
+        raise OSError("the container is gone")
+
+
+@pytest.mark.filterwarnings("ignore:.*was not closed")
+def test_an_environment_that_cannot_be_closed_costs_nothing_else(sampler):
+    """The other environments are closed, and an error that ends the rollout is raised."""
+    with pytest.warns(UserWarning, match="episode 0 of row 3, was not closed: OSError: the cont"):
+        result = rollout([Of(FailingCloseEnv, 3, [1, 1])], sampler, PARAMS, seed=2)
+    assert [group.get_total_rewards() for group in result.groups] == [[11.0, 11.0]]
+    FailingCloseEnv.closed = 0
+    with (
+        pytest.raises(KeyboardInterrupt),
+        open_engine({None: sampler}, PARAMS, RolloutSchedule()) as engine,
+    ):
+        for number in range(2):
+            engine.start_group(number, Of(FailingCloseEnv, 3, [3, 3]), seed=1, random_stream=number)
+        engine.tick()
+        raise KeyboardInterrupt
+    assert FailingCloseEnv.closed == 4
+
+
 def test_the_context_error_names_the_limit_that_the_action_has(sampler):
     limit = sampler.info["max_context"]
     long = CountdownGroupBuilder(5, [1])
@@ -293,7 +411,7 @@ def test_the_last_reward_of_an_episode_that_outgrows_the_context_counts(sampler)
 
 
 @pytest.mark.parametrize("field", ["reward", "rewards"])
-@pytest.mark.parametrize("reward", [float("nan"), None, "much"])
+@pytest.mark.parametrize("reward", [float("nan"), None, "much", "7"])
 def test_a_reward_that_is_no_finite_number_costs_its_episode(sampler, reward, field):
     """So does a reward of another seat."""
 
@@ -313,7 +431,15 @@ def test_a_reward_that_is_no_finite_number_costs_its_episode(sampler, reward, fi
 
 
 @pytest.mark.parametrize(
-    "rewards", [[(1.0, {})], [(1.0, {})] * 3, [1.0, 2.0], None, [(float("nan"), {}), (1.0, {})]]
+    "rewards",
+    [
+        [(1.0, {})],
+        [(1.0, {})] * 3,
+        [1.0, 2.0],
+        None,
+        [(float("nan"), {}), (1.0, {})],
+        [(1.0, None), (1.0, {})],
+    ],
 )
 def test_group_rewards_that_cannot_be_read_cost_their_group(sampler, rewards):
     faulty = CountdownGroupBuilder(3, [1, 1])

@@ -252,7 +252,7 @@ class Loop:
     def flow(self, samplers, clock) -> Iterator[RolloutEngine]:
         waiters, self.stream = EnvExecutor(4), FakeStream(samplers[None], self.plan)
         yield RolloutEngine(
-            {None: PlayerStream(self.stream, None)},
+            {None: PlayerStream(self.stream, {"max_context": None})},
             SamplingParams(max_tokens=99),
             waiters,
             clock,

@@ -307,6 +307,31 @@ def test_tokens_that_do_not_exist_are_an_error_of_their_request(fields):
     assert len(engine.run()) == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_tokens": 3}, "has 3 tokens, the last is 12: this sample is complete"),
+        ({"max_tokens": 2}, "has 3 tokens, .* with max_tokens=2"),
+        ({"max_tokens": 9, "stop": [12]}, r"complete with max_tokens=9 and the stop ids \[12\]"),
+    ],
+)
+def test_a_partial_sample_that_is_complete_is_refused(fields, says):
+    partial = SampledSequence([10, 11, 12], [-1.0] * 3, "length")
+    engine = Engine(make_decoder(tiny_model("qwen3")))
+    with pytest.raises(ValueError, match=says):
+        engine.add(make_request([1, 2], resume_from=partial, **fields))
+
+
+def test_odd_requests_are_sampled():
+    engine = Engine(make_decoder(tiny_model("qwen3")))
+    # the last token is no stop id; ids outside the vocabulary stop nothing
+    stops = [*range(VOCAB - 1), VOCAB + 5]
+    engine.add(make_request([1], max_tokens=3, stop=stops, min_tokens=2, ignore_eos=True))
+    engine.add(make_request(np.array([1, 2, 3]), max_tokens=2, stop=[]))
+    first, second = (done.sequences[0].tokens for done in engine.run())
+    assert first[:2] == [VOCAB - 1] * 2 and len(second) == 2
+
+
 def test_a_request_that_fits_is_admitted_again_with_its_partial_sample():
     """The generic decoder's cost of a resumed row counts its 20 sampled tokens twice."""
     decoder = make_decoder(tiny_model("qwen3", max_position_embeddings=160), kind="hf")
