@@ -274,10 +274,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="grpo_vs_trl-") as name:
         args.model = harness.taught_model(SEED, Path(name))
         reports = run_peers(args, Path(name))
-        rows = [summarize(peer, args, reports) for peer in PEERS]
-    harness.write_table(args.output, rows)
-    for row in rows:
-        harness.show(row)
+        harness.write_rows(args.output, [summarize(peer, args, reports) for peer in PEERS])
 
 
 if __name__ == "__main__":

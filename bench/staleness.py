@@ -17,6 +17,7 @@ take a log-normal time (mean 0.25 s, sigma 1). The first five steps are not time
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import sys
@@ -27,8 +28,6 @@ from statistics import mean
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-
 from bench import harness  # noqa: E402
 from rl.data.synthetic.addition_dataset import is_test  # noqa: E402
 from rl.envs import Environment, TurnResult  # noqa: E402
@@ -157,15 +156,12 @@ def main() -> None:
             return harness.write_table(harness.RESULTS / "roles.csv", rows)
         table = harness.RESULTS / "staleness.csv"
         measured = {order(row) for row in harness.read_table(table)}
-        for seed in args.seeds:
-            for staleness in STALENESS:
-                for name in names if staleness else ["none"]:
-                    if (staleness, names.index(name), seed) not in measured:
-                        row = measure_correction(seed, staleness, name, Path(work))
-                        harness.show(row)
-                        harness.replace_rows(
-                            table, [row], ("seed", "staleness", "correction"), order
-                        )
+        for seed, staleness, name in itertools.product(args.seeds, STALENESS, names):
+            is_case = bool(staleness) or name == "none"
+            if is_case and (staleness, names.index(name), seed) not in measured:
+                row = measure_correction(seed, staleness, name, Path(work))
+                harness.show(row)
+                harness.replace_rows(table, [row], ("seed", "staleness", "correction"), order)
     print(format_page(harness.read_table(harness.RESULTS / "staleness.csv")))
 
 
