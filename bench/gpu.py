@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 # Replace this folder on sys.path by the repository: bench/kernels.py would shadow the package
 # `kernels`.
 sys.path[0] = str(HERE.parent)
-from bench.harness import make_parser  # noqa: E402
+from bench.harness import make_parser, read_table  # noqa: E402
 
 COLUMNS = ["part", "case", "provider", "metric", "value", "unit", "floor", "note"]
 LIMIT = 540  # seconds for all parts together
@@ -181,11 +181,8 @@ def merge_rows(output: Path, folder: Path) -> list[dict[str, str]]:
     """Merge the rows of all parts into gpu.csv and return them. A row of which only a part has been
     written is left out.
     """
-    rows: list[dict[str, str]] = []
-    for part in PARTS:
-        if (folder / f"{part}.csv").exists():
-            with (folder / f"{part}.csv").open(newline="", errors="replace") as file:
-                rows += [row for row in csv.DictReader(file) if None not in row.values()]
+    tables = (read_table(folder / f"{part}.csv") for part in PARTS)
+    rows = [row for table in tables for row in table if None not in row.values()]
     with (output / "gpu.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
         writer.writeheader()
@@ -249,8 +246,7 @@ def main() -> None:
         return
     args.output.mkdir(parents=True, exist_ok=True)
     if args.child:
-        execute_part(args.child, args.output, args.dry)
-        return
+        return execute_part(args.child, args.output, args.dry)
     import torch
 
     from bench.gpu_verdict import format_verdict

@@ -397,23 +397,24 @@ def _make(inputs: tuple[int, ...], dry: bool) -> tuple[Any, ...]:
     """Return (queries, pages, the other arguments of `attend_pages`, bytes that a step has to
     read).
     """
-    from rl.sampler.block_manager import make_block_tables
+    from rl.sampler.block_tables import make_block_tables
 
     rows, heads, key_heads, width, most, group, shared = inputs
     device, size, rng = device_of(dry), 16 if dry else 256, np.random.default_rng(0)
     reference = rng.integers(1, most + 1, rows)
-    need = -(-reference // size)
-    count = int(need.sum()) + shared * (rows // group)
-    order = iter(rng.permutation(count).tolist())
-    first = [[next(order) for _ in range(shared)] for _ in range(rows // group)]
-    tables = [first[i // group] + [next(order) for _ in range(need[i])] for i in range(rows)]
-    members = (list(range(i * group, (i + 1) * group)) for i in range(len(first)))
-    groups = list(zip(members, first, strict=True)) if shared else []
+    need, first = shared - (-reference // size), shared * (rows // group)
+    count = int(need.sum()) - shared * rows + first
+    order, columns = rng.permutation(count), np.arange(need.max())
+    groups, each = np.arange(rows) // group, np.full(rows, shared)
+    tables = np.zeros((rows, len(columns)), np.int64)
+    tables[:, :shared] = order[:first].reshape(rows // group, shared)[groups]
+    tables[(columns >= shared) & (columns < need[:, None])] = order[first:]
     options = seeded(device)
     kv = torch.randn(2, count, size, key_heads, width, dtype=torch.bfloat16, **options)
     q = torch.randn(rows, heads, width, dtype=torch.bfloat16, **options)
     read = 4.0 * key_heads * width * float(reference.sum() + shared * size * (rows // group))
-    block_tables = make_block_tables(tables, reference + shared * size, groups, size, kv.device)
+    lengths, groups = reference + shared * size, groups if shared else each - 1
+    block_tables = make_block_tables(tables, lengths, groups, each, size, kv.device)
     return q, kv, *block_tables, read
 
 

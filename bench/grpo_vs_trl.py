@@ -314,11 +314,9 @@ def main() -> None:
         else:
             args.model = harness.taught_model(SEED, Path(name))
         reports = run_peers(args, Path(name))
+        table = f"grpo_vs_trl{'_vllm' * args.vllm}{'_long' * args.long}_cpu.csv"
         rows = [summarize(peer, args, reports) for peer in args.peers]
-    table = f"grpo_vs_trl{'_vllm' * args.vllm}{'_long' * args.long}_cpu.csv"
-    harness.write_table(args.output or harness.RESULTS / table, rows)
-    for row in rows:
-        harness.show(row)
+        harness.write_rows(args.output or harness.RESULTS / table, rows)
 
 
 if __name__ == "__main__":

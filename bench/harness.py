@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -78,7 +78,7 @@ def read_table(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a table; none if the file does not exist."""
     if not path.is_file():
         return []
-    with path.open(newline="") as file:
+    with path.open(newline="", errors="replace") as file:  # may end within a character
         return list(csv.DictReader(file))
 
 
@@ -115,6 +115,15 @@ def show(row: Row) -> None:
     """Print a row without its long cells."""
     cells = (f"{key} {row[key]}" for key in row if key not in ("machine", "command"))
     print(", ".join(cells), flush=True)
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Show each row as soon as it is measured, and write it and those before it into a table."""
+    table = list[Row]()
+    for row in rows:
+        table.append(row)
+        show(row)
+        write_table(path, table)
 
 
 @dataclass(frozen=True)

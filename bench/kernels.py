@@ -468,8 +468,7 @@ def main() -> None:
     shape = SHAPES[0]
     if args.one:
         torch.set_num_threads(args.threads)
-        print(json.dumps(measure_once(providers[args.one], shape, args.tokens)))
-        return
+        return print(json.dumps(measure_once(providers[args.one], shape, args.tokens)))
     sizes = {"tokens": args.tokens, "threads": args.threads}
     flags = [f"--{name}={size}" for name, size in sizes.items()]
     results: dict[str, dict[str, float]] = {}

@@ -10,6 +10,7 @@ per second of a launch, and tools/scaling.py takes it from here.
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from bench.harness import RESULTS, make_parser, show, write_table  # noqa: E402
+from bench.harness import RESULTS, make_parser, write_rows  # noqa: E402
 from rl.rewards import Scorer, serve_reward_workers  # noqa: E402
 from rl.rewards.reward_machines import RewardMachines  # noqa: E402
 
@@ -80,14 +81,9 @@ def measure(machines: int, answers: int, seconds: float) -> dict[str, Any]:
 def main() -> None:
     if sys.argv[1:2] == ["--machine"]:
         return serve_reward_workers("127.0.0.1", int(sys.argv[2]), sys.argv[3]).join()
-    parser = make_parser(__doc__, output=RESULTS / "reward_machines.csv")
-    args = parser.parse_args()
-    rows = []
-    for seconds in (0.05, 0.005):
-        for machines in (1, 2, 4, 8):
-            rows.append(measure(machines, 2048, seconds))
-            show(rows[-1])
-    write_table(args.output, rows)
+    output = make_parser(__doc__, output=RESULTS / "reward_machines.csv").parse_args().output
+    cases = itertools.product((0.05, 0.005), (1, 2, 4, 8))
+    write_rows(output, (measure(machines, 2048, seconds) for seconds, machines in cases))
 
 
 if __name__ == "__main__":

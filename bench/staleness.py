@@ -157,8 +157,8 @@ def main() -> None:
         table = harness.RESULTS / "staleness.csv"
         measured = {order(row) for row in harness.read_table(table)}
         for seed, staleness, name in itertools.product(args.seeds, STALENESS, names):
-            key = staleness, names.index(name), seed
-            if key not in measured and (staleness or name == "none"):
+            is_case = bool(staleness) or name == "none"
+            if is_case and (staleness, names.index(name), seed) not in measured:
                 row = measure_correction(seed, staleness, name, Path(work))
                 harness.show(row)
                 harness.replace_rows(table, [row], ("seed", "staleness", "correction"), order)

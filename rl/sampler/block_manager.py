@@ -8,24 +8,22 @@ one block of each row is not full, whatever the lengths. Sequences that begin wi
 share blocks too (`BlockManager.allocate_table`), also with sequences that have ended, as long as
 their blocks are not needed.
 
-`make_block_tables` builds the tables of a step: private blocks of each row, and blocks that a
-prefix group shares, which `kernels.compute_paged_attention` reads once for all rows of a group.
-Shapes: R rows (N in a state), B blocks of a table, G groups.
+block_tables.py builds the tables of a step. Shapes: R rows (N in a state), B blocks of a table.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import chain
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from kernels import SharedPages
+from rl.sampler.decode_state import find_missing, index_in_row
 from rl.sampler.prefix_cache import CHUNK_SIZE, Hashes
+
+Count = TypeVar("Count", int, np.ndarray)
 
 
 def max_blocks(requests: Iterable[tuple[int, int, int]], size: int, max_rows: int) -> int:
@@ -74,13 +72,13 @@ class BlockPool:
     """
 
     def __init__(self, count: int):
-        self.ref_counts = [0] * count
+        self.ref_counts = np.zeros(count, np.int64)
         self._unhashed = list(range(count - 1, -1, -1))  # free blocks without hashes
         self._reusable: dict[int, None] = {}  # free blocks with hashes, least recently used first
         self._block_of: dict[bytes, int] = {}  # by chunk
         # the chunks by which a block is found, each with the position in the block that it ends at
         self._chunks: dict[int, list[tuple[bytes, int]]] = {}
-        self.hashed_positions = [0] * count  # of each block, the first positions
+        self.hashed_positions = np.zeros(count, np.int64)  # of each block, the first positions
         self.experts: dict[int, np.ndarray] = {}  # of each position of hashed blocks, if recorded
 
     @property
@@ -101,18 +99,19 @@ class BlockPool:
         self.ref_counts[block] = 1
         return block
 
-    def share(self, blocks: list[int]) -> list[int]:
-        """Add a reference to each block; return them as a new list."""
+    def share(self, blocks: list[int], times: int = 1) -> None:
+        """Add `times` references to each block."""
+        if times == 0:
+            return
         for block in blocks:
             if self.ref_counts[block] == 0:
                 del self._reusable[block]
-            self.ref_counts[block] += 1
-        return list(blocks)
+        self.ref_counts[blocks] += times
 
     def release(self, blocks: list[int]) -> None:
         """Drop a reference of each block; blocks without references become free."""
+        self.ref_counts[blocks] -= 1
         for block in reversed(blocks):  # the end of a sequence is allocated before its beginning
-            self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 if block in self._chunks:
                     self._reusable[block] = None
@@ -178,29 +177,28 @@ class PromptBlockTable:
     rows: int = 0
 
 
-@dataclass(slots=True)
-class RowBlockTable:
-    """Hold the block table of a row, of which `length` positions are written."""
-
-    prompt: PromptBlockTable
-    length: int
-    block_table: list[int] = field(default_factory=list)
-
-
 class BlockManager:
     """Keep the block tables of a running batch over a single pool, in the order of the state's
     slots.
+
+    `rows` [R] holds for each row the slot of its prompt, its written positions (`length`) and its
+    number of blocks. `tables` [R, B] holds its blocks, padded with zeros.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
         self.pool, self.block_size = BlockPool(num_blocks), block_size
         self.chunk_size = math.gcd(block_size, CHUNK_SIZE)
         self.prompts: list[PromptBlockTable] = []
-        self.rows: list[RowBlockTable] = []
+        self.rows = np.zeros(0, [(name, np.int64) for name in ("prompt", "length", "num_blocks")])
+        self.tables = np.zeros((0, 0), np.int64)
 
-    def num_blocks_for(self, positions: int) -> int:
-        """Return the number of blocks for `positions` positions."""
+    def num_blocks_for(self, positions: Count) -> Count:
+        """Return the number of blocks for `positions` positions (a number, or an array)."""
         return -(-positions // self.block_size)
+
+    def row_table(self, row: int) -> list[int]:
+        """Return the blocks of a row."""
+        return self.tables[row, : self.rows["num_blocks"][row]].tolist()
 
     def count_cached(self, hashes: Hashes) -> int:
         """Return how many chunks of a sequence are in the cache."""
@@ -237,15 +235,16 @@ class BlockManager:
             positions += partial[1] * self.chunk_size
             if recorded:
                 experts.append(recorded[partial[0]][: partial[1] * self.chunk_size])
-        blocks = self.pool.share(shared_blocks)
+        self.pool.share(shared_blocks)
         try:
-            blocks += self._allocate(self.num_blocks_for(length) - len(blocks))
+            new_blocks = self._allocate(self.num_blocks_for(length) - len(shared_blocks))
         except OutOfBlocks:
-            self.pool.release(blocks)
+            self.pool.release(shared_blocks)
             raise
         # the source may be one of the new blocks: its content is still there
-        copy = None if partial is None else (partial[0], blocks[len(shared_blocks)])
-        return Allocation(blocks, positions, copy, np.concatenate(experts) if experts else None)
+        copy = None if partial is None else (partial[0], new_blocks[0])
+        all_experts = np.concatenate(experts) if experts else None
+        return Allocation(shared_blocks + new_blocks, positions, copy, all_experts)
 
     def register(
         self, block_table: Sequence[int], hashes: Hashes, experts: np.ndarray | None = None
@@ -262,7 +261,7 @@ class BlockManager:
         if experts is None:
             return
         for i, block in enumerate(block_table):
-            hashed = pool.hashed_positions[block]
+            hashed = int(pool.hashed_positions[block])
             if hashed > len(pool.experts.get(block, ())):
                 start = i * self.block_size
                 pool.experts[block] = experts[start : start + hashed].copy()
@@ -273,205 +272,150 @@ class BlockManager:
             raise OutOfBlocks
         return [self.pool.allocate() for _ in range(count)]
 
-    def add_row(self, slot: int) -> RowBlockTable:
-        """Append a row of the prompt in `slot`."""
+    def add_rows(self, slot: int, count: int = 1) -> None:
+        """Append `count` rows of the prompt in `slot`."""
         prompt = self.prompts[slot]
         if prompt.rows == 0:  # the first row takes over the prompt's blocks
-            row = RowBlockTable(prompt, prompt.length, prompt.block_table)
-            prompt.block_table = []
+            blocks, prompt.block_table = prompt.block_table, []
+            self.pool.share(blocks, count - 1)
         else:
-            other = next(row for row in self.rows if row.prompt is prompt)
-            row = RowBlockTable(
-                prompt,
-                prompt.length,
-                self.pool.share(other.block_table[: self.num_blocks_for(prompt.length)]),
-            )
-        prompt.rows += 1
-        self.rows.append(row)
-        return row
+            other = int(np.flatnonzero(self.rows["prompt"] == slot)[0])
+            blocks = self.row_table(other)[: self.num_blocks_for(prompt.length)]
+            self.pool.share(blocks, count)
+        self._append_rows(slot, prompt.length, blocks, count)
 
-    def add_resumed_row(self, slot: int, length: int) -> RowBlockTable:
-        """Append a preempted row that resumes, with `length` positions. Its blocks are still to be
-        allocated.
-        """
+    def add_resumed_row(self, slot: int, length: int, blocks: list[int]) -> None:
+        """Append a preempted row that resumes, with `length` positions in these blocks."""
         prompt = self.prompts[slot]
-        row = RowBlockTable(prompt, length)
         if prompt.rows == 0:
-            self.pool.release(prompt.block_table)
-            prompt.block_table = []
-        prompt.rows += 1
-        self.rows.append(row)
-        return row
+            self.drop_prompt(prompt)
+        self._append_rows(slot, length, blocks)
 
-    def blocks_needed(self, counts: Sequence[int] | None = None) -> int:
-        """Return the number of new blocks for the next token of every row, or for `counts` tokens
-        of each row.
+    def _append_rows(self, slot: int, length: int, blocks: list[int], count: int = 1) -> None:
+        self._widen(len(blocks))
+        table = np.zeros((count, self.tables.shape[1]), np.int64)
+        table[:, : len(blocks)] = blocks
+        row = np.array((slot, length, len(blocks)), self.rows.dtype)
+        self.rows = np.concatenate([self.rows, np.repeat(row, count)])
+        self.tables = np.concatenate([self.tables, table])
+        self.prompts[slot].rows += count
+
+    def _widen(self, width: int) -> None:
+        """Make the tables at least `width` blocks wide."""
+        missing = width - self.tables.shape[1]
+        if missing > 0:
+            self.tables = np.pad(self.tables, ((0, 0), (0, missing)))
+
+    def _next_places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the rows whose next position is in a block that they hold already, with this block
+        and its place in their tables.
         """
-        new, writers = 0, dict[int, int]()
-        for row, count in zip(self.rows, counts or [1] * len(self.rows), strict=True):
-            index = row.length // self.block_size
-            new += max(self.num_blocks_for(row.length + count) - len(row.block_table), 0)
-            if index < len(row.block_table):
-                writers[row.block_table[index]] = writers.get(row.block_table[index], 0) + 1
-        return new + sum(
-            min(count, self.pool.ref_counts[block] - 1) for block, count in writers.items()
-        )
+        place = self.rows["length"] // self.block_size
+        rows = np.flatnonzero(place < self.rows["num_blocks"])
+        return rows, self.tables[rows, place[rows]], place[rows]
 
-    def fits(self, counts: Sequence[int]) -> bool:
+    def _count_new_blocks(self, counts: np.ndarray | int) -> np.ndarray:
+        """Return the blocks that each row lacks for `counts` more positions, [R]."""
+        end = self.num_blocks_for(self.rows["length"] + counts)
+        return np.maximum(end - self.rows["num_blocks"], 0)
+
+    def blocks_needed(self, counts: np.ndarray | int = 1) -> int:
+        """Return the number of new blocks for `counts` [R] tokens of each row."""
+        rows, blocks, _ = self._next_places()
+        writes = np.broadcast_to(counts, len(self.rows))[rows] > 0
+        writers = np.bincount(blocks[writes], minlength=len(self.pool.ref_counts))
+        copies = np.minimum(writers, np.maximum(self.pool.ref_counts - 1, 0))
+        return int(self._count_new_blocks(counts).sum() + copies.sum())
+
+    def fits(self, counts: np.ndarray) -> bool:
         """Return whether blocks are free for `counts` tokens of each row (`blocks_needed`)."""
         # a row takes at most its tokens' blocks and a copy: with much room no row is looked at
-        most = len(self.rows) * (self.num_blocks_for(max(counts, default=0)) + 1)
+        most = len(self.rows) * (self.num_blocks_for(int(counts.max(initial=0))) + 1)
         return most <= self.pool.num_free or self.blocks_needed(counts) <= self.pool.num_free
 
-    def append_positions(
-        self, table: PromptBlockTable | RowBlockTable, count: int
-    ) -> tuple[int, int] | None:
-        """Make room for `count` more positions of a row, or of a prompt without rows.
+    def append_positions(self, counts: np.ndarray) -> list[tuple[int, int]]:
+        """Make room for `counts` [R] more positions of the rows.
 
-        Returns (source, target) if its last block has to be copied first, else None. Raises
-        OutOfBlocks.
+        Returns the blocks (source, target) that have to be copied first. Raises OutOfBlocks.
         """
-        # on the critical path of the device: the common case is two comparisons
-        blocks, index, copy = table.block_table, table.length // self.block_size, None
-        end = table.length + count
-        if index < len(blocks):
-            block, place = blocks[index], table.length % self.block_size
-            if self.pool.ref_counts[block] > 1:
-                blocks[index] = self.pool.allocate()
-                copy = (block, blocks[index])
-                self.pool.release([block])
-            elif self.pool.hashed_positions[block] > place:
-                self.pool.forget(block, place)  # these positions are written again
-        if end > len(blocks) * self.block_size:
-            blocks += self._allocate(self.num_blocks_for(end) - len(blocks))
-        table.length = end
-        return copy
+        # on the critical path of the device: only rows that meet a block boundary, or a block that
+        # is shared or can be found, are looked at one by one
+        pool, copies = self.pool, list[tuple[int, int]]()
+        rows, blocks, places = self._next_places()
+        start = self.rows["length"][rows] % self.block_size
+        special = (pool.ref_counts[blocks] > 1) | (pool.hashed_positions[blocks] > start)
+        special &= counts[rows] > 0
+        columns = (column[special].tolist() for column in (rows, blocks, places, start))
+        for row, block, place, first in zip(*columns, strict=True):
+            if pool.ref_counts[block] > 1:
+                target = self.tables[row, place] = pool.allocate()
+                copies.append((block, target))
+                pool.release([block])
+            elif pool.hashed_positions[block] > first:
+                pool.forget(block, first)  # these positions are written again
+        new, held = self._count_new_blocks(counts), self.rows["num_blocks"].copy()
+        self._widen(int((held + new).max(initial=0)))
+        growing = np.repeat(np.arange(len(new)), new)
+        self.tables[growing, held[growing] + index_in_row(growing)] = self._allocate(len(growing))
+        self.rows["num_blocks"] += new
+        self.rows["length"] += counts
+        return copies
 
-    def drop_positions(self, row: RowBlockTable, count: int) -> None:
-        """Drop the newest `count` positions of a row, which it has written itself."""
-        row.length -= count
-        end = self.num_blocks_for(row.length)
-        self.pool.release(row.block_table[end:])
-        del row.block_table[end:]
+    def drop_positions(self, counts: np.ndarray) -> None:
+        """Drop the newest `counts` [R] positions of the rows, which they wrote themselves."""
+        self.rows["length"] -= counts
+        end = self.num_blocks_for(self.rows["length"])
+        for row in np.flatnonzero(end < self.rows["num_blocks"]).tolist():
+            self.pool.release(self.row_table(row)[end[row] :])
+            self.tables[row, end[row] :] = 0
+            self.rows["num_blocks"][row] = end[row]
 
-    def drop_row(self, row: RowBlockTable) -> None:
-        """Release the blocks of a row before its slot is removed.
+    def retain_rows(self, source: np.ndarray) -> None:
+        """Keep only the rows of `source`, in that order, and release the blocks of the others.
 
         The last row of a prompt returns the prompt's blocks to the prompt.
         """
-        prompt = row.prompt
-        prompt.rows -= 1
-        if prompt.rows == 0:
-            prompt.block_table = self.pool.share(
-                row.block_table[: self.num_blocks_for(prompt.length)]
-            )
-        self.pool.release(row.block_table)
-        row.block_table = []
+        for row in find_missing(source, len(self.rows)).tolist():
+            prompt, blocks = self.prompts[self.rows["prompt"][row]], self.row_table(row)
+            prompt.rows -= 1
+            if prompt.rows == 0:
+                prompt.block_table = blocks[: self.num_blocks_for(prompt.length)]
+                self.pool.share(prompt.block_table)
+            self.pool.release(blocks)
+        self.rows = self.rows[source]
+        self.tables = self.tables[source, : self.rows["num_blocks"].max(initial=0)]
+
+    def retain_prompts(self, source: np.ndarray) -> None:
+        """Keep only the prompts of `source`, in that order. The others have no rows."""
+        for slot in find_missing(source, len(self.prompts)).tolist():
+            self.drop_prompt(self.prompts[slot])
+        new_slot = np.zeros(len(self.prompts), np.int64)
+        new_slot[source] = np.arange(len(source))
+        self.rows["prompt"] = new_slot[self.rows["prompt"]]
+        self.prompts = [self.prompts[slot] for slot in source]
 
     def drop_prompt(self, prompt: PromptBlockTable) -> None:
         """Release the blocks of a prompt."""
         self.pool.release(prompt.block_table)
         prompt.block_table = []
 
-    def shared_prefixes(self) -> list[tuple[list[int], list[int]]]:
-        """Return (rows, full blocks) of each group of rows with tables that begin with the same
-        blocks.
+    def count_shared(self) -> np.ndarray:
+        """Return the full blocks of each row's prompt, 0 if the prompt has no other rows, [R]."""
+        full = [p.length // self.block_size * (p.rows > 1) for p in self.prompts]
+        return np.array(full, np.int64)[self.rows["prompt"]]
+
+    def shared_prefixes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the group of each row (-1: none) and the blocks that it shares with the group, the
+        first of its table, both [R].
 
         Attention reads these blocks once for the whole group.
         """
-        # Keyed by blocks: a resumed row may have separate blocks.
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for i, row in enumerate(self.rows):
-            if row.prompt.rows > 1 and (full := row.prompt.length // self.block_size):
-                groups.setdefault(tuple(row.block_table[:full]), []).append(i)
-        return [(rows, list(blocks)) for blocks, rows in groups.items() if len(rows) > 1]
-
-
-def split_block_tables(
-    tables: Sequence[Sequence[int]],
-    lengths: np.ndarray,
-    shared: list[tuple[list[int], list[int]]],
-    block_size: int,
-    rows: int,
-    groups: int,
-    table_width: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Split block tables into private and shared parts.
-
-    Returns a tuple: the positions of each row that are in shared blocks [R], the private table of
-    each row [R, B], the positions of each row in its private blocks [R], and the fields of
-    `SharedPages`.
-
-    The output has `rows` rows, `groups` groups and tables that are `table_width` blocks wide. Rows
-    past `tables` are padding. `lengths` holds the positions of each row.
-    """
-    skip, shares, group = (
-        np.zeros(rows, np.int64),
-        np.zeros(rows, np.bool_),
-        np.zeros(rows, np.int64),
-    )
-    shared_table = np.zeros((groups, table_width), np.int32)
-    shared_length = np.zeros(groups, np.int32)
-    for number, (members, pages) in enumerate(shared):
-        skip[members], shares[members], group[members] = len(pages) * block_size, True, number
-        shared_table[number, : len(pages)], shared_length[number] = pages, len(pages) * block_size
-    table = private_tables(tables, skip // block_size, rows, table_width)
-    order = np.argsort(np.where(shares, group, groups), kind="stable")
-    starts = np.concatenate([[0], np.cumsum(np.bincount(group[shares], minlength=groups))]).astype(
-        np.int32
-    )
-    length = np.pad(lengths, (0, rows - len(lengths)), constant_values=1) - skip
-    shared_fields = {
-        "order": order,
-        "place": np.argsort(order),
-        "group": group[order],
-        "shares": shares,
-    }
-    return (
-        skip,
-        table,
-        length.astype(np.int32),
-        shared_fields | {"starts": starts, "table": shared_table, "length": shared_length},
-    )
-
-
-def private_tables(
-    tables: Sequence[Sequence[int]], first: np.ndarray, rows: int, table_width: int
-) -> np.ndarray:
-    """Return the table of each row [R, B] from its block `first` [R] on, padded with zeros."""
-    starts = first.tolist()
-    row_tables = [pages[starts[i] :] if starts[i] else pages for i, pages in enumerate(tables)]
-    counts = np.array([len(pages) for pages in row_tables], np.int64)
-    table = np.zeros((rows, table_width), np.int32)
-    filled = np.zeros((rows, table_width), np.bool_)
-    filled[: len(row_tables)] = np.arange(table_width) < counts[:, None]
-    table[filled] = np.fromiter(chain.from_iterable(row_tables), np.int32, int(counts.sum()))
-    return table
-
-
-def make_block_tables(
-    tables: Sequence[Sequence[int]],
-    lengths: np.ndarray,
-    shared: list[tuple[list[int], list[int]]],
-    block_size: int,
-    device: torch.device,
-) -> tuple[Tensor, Tensor, SharedPages | None]:
-    """Return the arguments of `kernels.compute_paged_attention` besides queries and blocks, without
-    padded rows or groups.
-    """
-    width = max(len(pages) for pages in tables)
-    _, table, length, shared_fields = split_block_tables(
-        tables, lengths, shared, block_size, len(tables), len(shared), width
-    )
-
-    def to_device(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
-
-    groups = (
-        SharedPages(
-            **{field.name: to_device(shared_fields[field.name]) for field in fields(SharedPages)}
-        )
-        if shared
-        else None
-    )
-    return to_device(table), to_device(length), groups
+        shared, width = self.count_shared(), self.tables.shape[1]
+        last = np.where(shared > 0, self.tables[np.arange(len(shared)), shared - 1], -1)
+        _, leader, group = np.unique(last, return_index=True, return_inverse=True)
+        # a resumed row may have other blocks before an equal one
+        differs = self.tables != self.tables[leader[group]]
+        alike = ~(differs & (np.arange(width) < shared[:, None])).any(1) & (shared > 0)
+        several = np.bincount(group[alike], minlength=len(leader)) > 1
+        alike &= several[group]
+        return np.where(alike, (np.cumsum(several) - 1)[group], -1), shared * alike

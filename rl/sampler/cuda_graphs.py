@@ -13,12 +13,14 @@ query heads, K key heads, D head width, V vocabulary, M rows with logits process
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,7 +73,9 @@ class DecodeInputs:
     By row: the `token` to feed, its `position`, the number of `remaining` tokens to sample (0:
     finished), `skip` positions that are in shared blocks, `table` of the other blocks, `stop_row`
     of `stops`. `shares` to `shared_length` are `kernels.SharedPages`. `at`: the step since the last
-    host synchronization; it selects the row of `uniform`, `tokens` and `logprobs`.
+    host synchronization; it selects the row of `uniform`, `tokens` and `logprobs`. `packed`: the
+    memory of the buffers with an entry for each row or group, a line each, so that a single copy
+    fills them (`pack`).
 
     By row with logits processing: its `processed_row`, with repeated rows up to a bucket, its
     `limits` (`find_limits`), whether its logprob is `untruncated`, its set of `biases` of
@@ -107,6 +111,7 @@ class DecodeInputs:
     tokens: Tensor = _buffer("SR")
     logprobs: Tensor = _buffer("SR", torch.float32)
     experts: Tensor = _buffer("SRK", torch.int16)  # of the fed tokens
+    packed: Tensor = _buffer("NY", torch.uint8)
 
     @classmethod
     def allocate(
@@ -123,12 +128,13 @@ class DecodeInputs:
 
         Dimensions: R rows, G groups, + groups and 1 more, B blocks of a table, S steps, C stop
         conditions, V vocabulary, K choices, L parameters that truncate, T sets of biases (of each
-        row, and an empty one), E biases of a set.
+        row, and an empty one), E biases of a set, N packed buffers, Y bytes.
         """
+        packed = _find_packed_buffers()
         groups = max(rows // 2, 1)
         sizes = {"R": rows, "G": groups, "+": groups + 1, "B": blocks, "S": steps, "1": 1}
         sizes |= {"C": conditions, "V": vocab, "K": choices, "L": len(TRUNCATION_DEFAULTS)}
-        sizes |= {"T": rows + 1, "E": min(MAX_BIASES, vocab)}
+        sizes |= {"T": rows + 1, "E": min(MAX_BIASES, vocab), "N": len(packed), "Y": 8 * rows}
         buffers = {
             buffer.name: torch.zeros(
                 [sizes[dim] for dim in buffer.metadata["dims"]],
@@ -137,8 +143,22 @@ class DecodeInputs:
             )
             for buffer in fields(cls)
         }
+        for line, name in zip(buffers["packed"].unbind(), packed, strict=True):
+            buffers[name] = line.view(buffers[name].dtype).narrow(0, 0, len(buffers[name]))
         buffers["temperature"].fill_(1.0)
         return cls(**buffers)
+
+    @staticmethod
+    def pack(rows: int, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the first bytes of `packed`, for `rows` rows: these values, then zeros. Values of
+        other names are ignored.
+        """
+        dtypes = _find_packed_buffers()
+        packed = np.zeros((len(dtypes), 8 * rows), np.uint8)
+        for line, (name, dtype) in zip(packed, dtypes.items(), strict=True):
+            if name in values:
+                line.view(dtype)[: len(values[name])] = values[name]
+        return packed
 
     def first_rows(self, rows: int) -> DecodeInputs:
         """Return views of the first `rows` rows.
@@ -154,6 +174,16 @@ class DecodeInputs:
                     view = view.narrow(dim, 0, counts[name])
             views[buffer.name] = view
         return DecodeInputs(**views)
+
+
+@cache
+def _find_packed_buffers() -> dict[str, np.dtype]:
+    """Return the numpy dtype of each buffer of `DecodeInputs.packed`, in order."""
+    return {
+        buffer.name: np.dtype(str(buffer.metadata["dtype"]).removeprefix("torch."))
+        for buffer in fields(DecodeInputs)
+        if buffer.metadata["dims"] in ("R", "G", "+")
+    }
 
 
 def decode_step(

@@ -38,6 +38,17 @@ def compact_slots(keep: np.ndarray) -> np.ndarray:
     return source
 
 
+def find_missing(source: np.ndarray, count: int) -> np.ndarray:
+    """Return the slots below `count` that are not in `source`, ascending.
+
+    >>> find_missing(np.array([0, 4, 2]), 5).tolist()
+    [1, 3]
+    """
+    missing = np.ones(count, np.bool_)
+    missing[source] = False
+    return np.flatnonzero(missing)
+
+
 def index_in_row(rows: np.ndarray) -> np.ndarray:
     """Return the index of each entry among the entries of its row; `rows` [X] ascend.
 

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.sampler.block_manager import split_block_tables
+from rl.sampler.block_tables import private_tables, split_block_tables
 from rl.sampler.cuda_graphs import (
     CUDAGraphRunner,
     DecodeInputs,
     ProcessedRows,
     processed_bucket,
 )
+from rl.sampler.decode_state import send_to_device
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
 from rl.sampler.running_rows import RunningRows
@@ -83,6 +84,8 @@ class DeviceSteps:
         # step buffers that hold biases, and the requests of their sets
         self._biases_copy: tuple[DecodeInputs | None, list[int]] = (None, [])
         self._skip = np.zeros(0, np.int64)  # positions of the device rows in shared blocks
+        # block tables of the device rows; -1: unknown
+        self._tables: tuple[DecodeInputs | None, np.ndarray] = (None, np.zeros((0, 0)))
 
     def remaining_tokens(self) -> np.ndarray:
         """Return the number of tokens that each row may still sample, [N]."""
@@ -94,7 +97,7 @@ class DeviceSteps:
         """
         remaining = self.remaining_tokens()
         count = min(most, int(remaining.max()))
-        while count and not self._state.block_manager.fits(np.minimum(remaining, count).tolist()):
+        while count and not self._state.block_manager.fits(np.minimum(remaining, count)):
             count //= 2
         return count
 
@@ -107,24 +110,19 @@ class DeviceSteps:
         state, manager, runner = self._state, self._state.block_manager, self._prepare_runner()
         rows = len(self._rows)
         remaining, written = self.remaining_tokens(), state.lengths()
-        state.copy_blocks(
-            [
-                manager.append_positions(row, int(n))
-                for row, n in zip(manager.rows, np.minimum(remaining, count), strict=True)
-            ]
-        )
-        shared, bucket = manager.shared_prefixes(), runner.bucket_for(rows)
-        runner.prepare(most_rows, bool(shared) or may_share)
-        width = self._upload_rows(runner.buffers, bucket, remaining, written, shared)
+        state.copy_blocks(manager.append_positions(np.minimum(remaining, count)))
+        prefixes, bucket = manager.shared_prefixes(), runner.bucket_for(rows)
+        shared = bool(prefixes[1].any())
+        runner.prepare(most_rows, shared or may_share)
+        self._upload_rows(runner.buffers, bucket, remaining, written, *prefixes)
         processed = self._upload_processing(runner.buffers, bucket)
-        graph = (bucket, width, bool(shared), processed)
+        graph = (bucket, shared, processed)
         return self._run(runner, *graph, self._rows.uniforms_ahead(count), np.arange(rows))
 
     def _run(
         self,
         runner: CUDAGraphRunner,
         bucket: int,
-        width: int,
         shared: bool,
         processed: ProcessedRows,
         uniforms: np.ndarray,
@@ -132,6 +130,7 @@ class DeviceSteps:
     ) -> Chunk:
         """Launch a step for each row of `uniforms` [S, device rows]."""
         upload(runner.buffers.uniform, uniforms)
+        width = self._state.block_manager.tables.shape[1]
         runner.run(bucket, min(width, runner.max_blocks), shared, len(uniforms), processed)
         self.num_syncs += 1
         count, rows = uniforms.shape
@@ -155,31 +154,17 @@ class DeviceSteps:
             or self._find_processed_rows(device_rows, chunk.count)[1] < chunk.processed
         ):
             return None
-        counts = np.clip(remaining, 0, count).tolist()
+        counts = np.clip(remaining, 0, count)
         if not manager.fits(counts):
             return None
-        new: list[tuple[int, int, int]] = []  # blocks: device row, place in its table, block
-        skipped = (self._skip // manager.block_size).tolist()
-        for column, row, positions in zip(
-            chunk.columns.tolist(), manager.rows, counts, strict=True
-        ):
-            blocks, before = row.block_table, len(row.block_table)
-            if positions:  # the row writes to blocks of its own since its first step
-                manager.append_positions(row, positions)
-            for place in range(before, len(blocks)):
-                new.append((column, place - skipped[column], blocks[place]))
-        table = runner.buffers.table
-        if new:
-            at = torch.empty(len(new), 3, dtype=torch.int64, device=table.device)
-            upload(at, np.array(new))
-            device_row, index, value = at.unbind(1)
-            table.index_put_((device_row, index), value.to(table.dtype))
-        bucket = runner.bucket_for(device_rows)
-        width = max(len(row.block_table) for row in manager.rows)
+        # no block is copied: a row writes to blocks of its own since its first step
+        manager.append_positions(counts)
+        bucket, columns = runner.bucket_for(device_rows), chunk.columns
+        table = private_tables(manager.tables, self._skip[columns] // manager.block_size)
+        self._upload_tables(runner.buffers, columns, table)
         uniforms = np.zeros((count, device_rows))
-        uniforms[:, chunk.columns] = self._rows.uniforms_ahead(chunk.count + count)[chunk.count :]
-        graph = (bucket, width, chunk.shared, chunk.processed)
-        return self._run(runner, *graph, uniforms, chunk.columns)
+        uniforms[:, columns] = self._rows.uniforms_ahead(count, chunk.count)
+        return self._run(runner, bucket, chunk.shared, chunk.processed, uniforms, columns)
 
     def _start_copy(
         self, count: int, rows: int, shared: bool, processed: ProcessedRows, columns: np.ndarray
@@ -221,36 +206,43 @@ class DeviceSteps:
         bucket: int,
         remaining: np.ndarray,
         written: np.ndarray,
-        shared: list[tuple[list[int], list[int]]],
-    ) -> int:
-        """Copy the present rows to the device. The padding rows of the bucket are marked as ended.
-
-        Returns the blocks of the longest table: no row reads a table past this width.
+        group: np.ndarray,
+        shared: np.ndarray,
+    ) -> None:
+        """Copy the present rows to the device, with their groups and the blocks that they share
+        (`BlockManager.shared_prefixes`). The padding rows of the bucket are marked as ended.
         """
-        rows, tables = self._rows, [row.block_table for row in self._state.block_manager.rows]
-        width = max(len(blocks) for blocks in tables)
-        self._skip, table, _, shared_fields = split_block_tables(
-            tables, written + 1, shared, self._state.block_size, bucket, max(bucket // 2, 1), width
-        )
-        shared_table, shared_length = shared_fields.pop("table"), shared_fields.pop("length")
+        rows, tables, size = self._rows, self._state.block_manager.tables, self._state.block_size
+        groups = max(bucket // 2, 1)
+        split = split_block_tables(tables, written + 1, group, shared, size, bucket, groups)
+        self._skip = split["skip"]
+        self._upload_tables(b, np.arange(bucket), split["table"])
+        upload(b.shared_table, split["shared_table"])
         greedy = rows["temperature"] == 0
-        temperature = np.where(greedy, 1.0, rows["temperature"]).astype(np.float32)
-        inputs: dict[str, np.ndarray] = {
-            "token": _pad_to(rows.last_tokens(), bucket),
-            "position": _pad_to(written, bucket),
-            "remaining": _pad_to(remaining, bucket),
-            "stop_row": _pad_to(rows["stop_row"], bucket),
-            "skip": self._skip,
-            "greedy": _pad_to(greedy, bucket),
-            "temperature": _pad_to(temperature, bucket, 1.0),
-            "table": table,
-            "shared_table": shared_table,
-            "shared_length": shared_length,
-            **shared_fields,
+        inputs = {
+            "token": rows.last_tokens(),
+            "position": written,
+            "remaining": remaining,
+            "stop_row": rows["stop_row"],
+            "greedy": greedy,
+            "temperature": _pad_to(np.where(greedy, 1.0, rows["temperature"]), bucket, 1.0),
+            **split,
         }
-        for name, values in inputs.items():
-            upload(getattr(b, name), values)
-        return width
+        upload(b.packed, b.pack(bucket, inputs))
+
+    def _upload_tables(self, b: DecodeInputs, rows: np.ndarray, tables: np.ndarray) -> None:
+        """Copy the private block tables of these device rows that have changed to the device."""
+        if self._tables[0] is not b:
+            self._tables = (b, np.full(tuple(b.table.shape), -1, np.int32))
+        known, width = self._tables[1], tables.shape[1]
+        changed = (known[rows, :width] != tables).any(1)
+        if changed.any():
+            rows, tables = rows[changed], tables[changed].astype(np.int32)
+            known[rows, :width] = tables
+            index, values = (
+                send_to_device(torch.from_numpy(array), b.table.device) for array in (rows, tables)
+            )
+            b.table.narrow(1, 0, width).index_copy_(0, index, values)
 
     def _find_processed_rows(
         self, device_rows: int, ahead: int = 0

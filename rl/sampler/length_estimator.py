@@ -59,10 +59,10 @@ class LengthEstimator:
         """Add finished samples: their tokens, and whether they stopped before their limit."""
         spans = (lengths - 1) // SPAN
         size = max(len(self._stopped), int(spans.max(initial=0)) + 1)
-        self._stopped, self._cut = (
-            np.pad(before, (0, size - len(before))) + np.bincount(spans[chosen], minlength=size)
-            for before, chosen in ((self._stopped, stopped), (self._cut, ~stopped))
-        )
+        counts = [np.bincount(spans[chosen], minlength=size) for chosen in (stopped, ~stopped)]
+        for count, before in zip(counts, (self._stopped, self._cut), strict=True):
+            count[: len(before)] += before
+        self._stopped, self._cut = counts
 
     def log_survival(self, running: np.ndarray, spans: int) -> np.ndarray:
         """Return the log of the chance to reach the end of each of the first `spans` spans,
@@ -102,11 +102,7 @@ class LengthEstimator:
         """
         pool, size = block_manager.pool, block_manager.block_size
         sampled, remaining = rows["num_sampled"], rows["max_tokens"] - rows["num_sampled"]
-        written = np.array([row.length for row in block_manager.rows], np.int64)
-        shared = np.array(
-            [row.prompt.length // size * (row.prompt.rows > 1) for row in block_manager.rows],
-            np.int64,
-        )
+        written, shared = block_manager.rows["length"], block_manager.count_shared()
         longest = max(int(remaining.max(initial=0)), max_tokens)
         running = self.blocks(RowTable(written, sampled, remaining, shared), size, sampled, longest)
         sample = RowTable(

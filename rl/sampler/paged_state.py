@@ -1,15 +1,15 @@
 """Store the KV cache of the fast decoder in blocks of a fixed pool.
 
 Memory is proportional to the tokens that exist, not to the longest row times all rows. The samples
-equal those of `contiguous_state`. block_manager.py decides which rows share blocks, and builds the
-block tables of a step. When no blocks are free, rows are preempted (see scheduler.py). Shapes: P
-prompts, N rows, K key heads, S positions of a block, D head width.
+equal those of `contiguous_state`. block_manager.py decides which rows share blocks, block_tables.py
+builds the block tables of a step. When no blocks are free, rows are preempted (see scheduler.py).
+Shapes: P prompts, N rows, K key heads, S positions of a block, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -17,20 +17,14 @@ from torch import Tensor
 
 from kernels import compute_paged_attention
 from kernels.decode_ops import append_to_cache
-from rl.sampler.block_manager import (
-    BlockManager,
-    PromptBlockTable,
-    RowBlockTable,
-    make_block_tables,
-)
+from rl.sampler.block_manager import BlockManager, PromptBlockTable
+from rl.sampler.block_tables import make_block_tables
 from rl.sampler.decode_state import BatchSize, Prompt, pad_right, send_to_device
 from rl.sampler.fast_state import FastState, StoreSuffixes
 from rl.sampler.forward_fast import Attend, FastForward, StoreKeyValues
 from rl.sampler.prefix_attention import SuffixBatch
 from rl.sampler.prefix_cache import Hashes
 
-BlockTable = PromptBlockTable | RowBlockTable
-T = TypeVar("T", PromptBlockTable, RowBlockTable)
 BLOCK_SIZE = 256  # positions: the block size of torch's varlen attention
 
 
@@ -51,7 +45,7 @@ class PagedState(FastState):
         count = most if num_blocks is None else min(num_blocks, most)
         self.block_manager = BlockManager(count, self.block_size)
         self.chunk_size = self.block_manager.chunk_size
-        self._copies: list[tuple[int, int] | None] = []  # blocks to copy (source, target)
+        self._copies: list[tuple[int, int]] = []  # blocks to copy (source, target)
 
     def cost(self, size: BatchSize) -> int:
         """Return the cost of a batch in positions.
@@ -93,7 +87,7 @@ class PagedState(FastState):
         allocation = self.block_manager.allocate_table(len(prompt.tokens), hashes)
         prompt.target.block_table = allocation.block_table
         prompt.reused, prompt.experts = allocation.positions, allocation.experts
-        self._copies.append(allocation.copy)
+        self._copies += [] if allocation.copy is None else [allocation.copy]
 
     def _copy_prefixes(self) -> None:
         self.copy_blocks(self._copies)
@@ -103,7 +97,7 @@ class PagedState(FastState):
         self.block_manager.register(prompt.target.block_table, prompt.hashes, prompt.experts)
 
     def cache_row(self, row: int, hashes: Hashes) -> None:
-        table = self.block_manager.rows[row].block_table
+        table = self.block_manager.row_table(row)
         self.block_manager.register(table, hashes, self.experts_of_row(row))
 
     def forget_prefixes(self) -> None:
@@ -121,11 +115,13 @@ class PagedState(FastState):
         return send_to_device(torch.from_numpy(slots), self.decoder.device)
 
     def add_rows(self, prompt_of_row: np.ndarray) -> None:
-        for slot in prompt_of_row.tolist():
-            self.block_manager.add_row(slot)
+        for slot, run in groupby(prompt_of_row.tolist()):
+            self.block_manager.add_rows(slot, len(list(run)))
         super().add_rows(prompt_of_row)
 
-    def _store_suffixes(self, targets: Sequence[BlockTable], batch: SuffixBatch) -> StoreSuffixes:
+    def _store_suffixes(
+        self, targets: Sequence[PromptBlockTable], batch: SuffixBatch
+    ) -> StoreSuffixes:
         """Implement `FastState._store_suffixes`. The cached positions are gathered from their
         blocks.
         """
@@ -145,11 +141,10 @@ class PagedState(FastState):
 
         return store
 
-    def copy_blocks(self, copies: Sequence[tuple[int, int] | None]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy shared blocks (origin, target) before a row writes to the target."""
-        page_pairs = [copy for copy in copies if copy is not None]
-        if page_pairs:
-            origin, target = torch.tensor(page_pairs, device=self.decoder.device).unbind(1)
+        if copies:
+            origin, target = torch.tensor(copies, device=self.decoder.device).unbind(1)
             for kv in self.kv:
                 kv[:, target] = kv[:, origin]
 
@@ -171,8 +166,9 @@ class PagedState(FastState):
             prompt.target = PromptBlockTable(len(prompt.tokens))
             manager.prompts.append(prompt.target)
             self._append_prompts([prompt])
-        row = manager.add_resumed_row(slot, len(fed))
+        row = PromptBlockTable(len(fed))
         self._fill([Prompt(fed, adapter_id=prompt.adapter_id, hashes=hashes, target=row)])
+        manager.add_resumed_row(slot, row.length, row.block_table)
         super().add_rows(np.array([slot]))
         self.response_lengths[-1] = len(fed) - len(prompt.tokens)
         if experts is not None:
@@ -181,25 +177,18 @@ class PagedState(FastState):
     def _make_attention(self, positions: np.ndarray, rows: np.ndarray | None = None) -> Attend:
         decoder, device, manager = self.decoder, self.decoder.device, self.block_manager
         rows = np.arange(len(manager.rows)) if rows is None else rows
-        counts = np.bincount(rows, minlength=len(manager.rows)).tolist()
-        self.copy_blocks(
-            [manager.append_positions(row, n) for row, n in zip(manager.rows, counts, strict=True)]
+        self.copy_blocks(manager.append_positions(np.bincount(rows, minlength=len(manager.rows))))
+        tables = manager.tables[rows]
+        page_N, place_N = (
+            torch.from_numpy(index).to(device)
+            for index in (
+                tables[np.arange(len(rows)), positions // self.block_size],
+                positions % self.block_size,
+            )
         )
-        tables = [manager.rows[row].block_table for row in rows]
-        block_N = (positions // self.block_size).tolist()
-        place_N = torch.from_numpy(positions % self.block_size).to(device)
-        page_N = torch.tensor(
-            [blocks[i] for blocks, i in zip(tables, block_N, strict=True)], device=device
-        )
+        group, skip = (values[rows] for values in manager.shared_prefixes())
         table, length, shared = make_block_tables(
-            tables,
-            positions + 1,
-            [
-                (np.flatnonzero(np.isin(rows, members)).tolist(), blocks)
-                for members, blocks in manager.shared_prefixes()
-            ],
-            self.block_size,
-            device,
+            tables, positions + 1, group, skip, self.block_size, device
         )
         rope = decoder.rope(torch.from_numpy(positions).to(device), int(positions.max()) + 1)
 
@@ -216,8 +205,7 @@ class PagedState(FastState):
 
     def drop_newest(self, counts: np.ndarray) -> None:
         super().drop_newest(counts)
-        for row, count in zip(self.block_manager.rows, counts.tolist(), strict=True):
-            self.block_manager.drop_positions(row, count)
+        self.block_manager.drop_positions(counts)
 
     def replace_non_finite(self) -> None:
         self.forget_prefixes()
@@ -225,16 +213,7 @@ class PagedState(FastState):
             kv.nan_to_num_(0.0, 0.0, 0.0)
 
     def _move_rows(self, source: np.ndarray) -> None:
-        manager = self.block_manager
-        manager.rows = _retain(manager.rows, source, manager.drop_row)
+        self.block_manager.retain_rows(source)
 
     def _move_prompts(self, source: np.ndarray) -> None:
-        manager = self.block_manager
-        manager.prompts = _retain(manager.prompts, source, manager.drop_prompt)
-
-
-def _retain(tables: list[T], source: np.ndarray, drop: Callable[[T], None]) -> list[T]:
-    """Return the tables of `source`, in that order, after calling `drop` with the others."""
-    for i in sorted(set(range(len(tables))) - set(source.tolist())):
-        drop(tables[i])
-    return [tables[i] for i in source]
+        self.block_manager.retain_prompts(source)

@@ -25,13 +25,18 @@ _MAX_RATIO = 8  # of the length of a prompt to its reused positions
 Hashes = Sequence[bytes]
 
 
-def hash_chunks(tokens: Sequence[int], weights: str, chunk_size: int) -> list[bytes]:
-    """Return the hash of each full chunk of a sequence. `weights`: the name of its model."""
-    if len(tokens) < chunk_size:
-        return []
-    data = memoryview(np.asarray(tokens, np.int64).tobytes())
+def hash_chunks(
+    tokens: Sequence[int], weights: str, chunk_size: int, known: Hashes = ()
+) -> list[bytes]:
+    """Return the hash of each full chunk of a sequence. `weights`: the name of its model. `known`:
+    the hashes of its first chunks.
+    """
+    hashes, rest = list(known), tokens[len(known) * chunk_size :]
+    if len(rest) < chunk_size:
+        return hashes
+    data = memoryview(np.asarray(rest, np.int64).tobytes())
     step = 8 * chunk_size
-    parent, hashes = weights.encode(), list[bytes]()
+    parent = hashes[-1] if hashes else weights.encode()
     for start in range(0, len(data) - step + 1, step):
         parent = hashlib.blake2b(parent + data[start : start + step], digest_size=16).digest()
         hashes.append(parent)

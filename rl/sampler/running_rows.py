@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.sampler.decode_state import index_in_row
+from rl.sampler.decode_state import find_missing, index_in_row
 from rl.sampler.sampling_requests import SequenceGroup
 from rl.types import SampledSequence, SamplingParams
 
@@ -167,30 +167,52 @@ class RunningRows:
         """Return the uniform of each row's next token, float64. `ahead`: tokens after it whose
         uniforms an `expand` reads next.
         """
-        index = self["num_sampled"] - self["first_uniform"]
-        if self._uniforms is None or index.max(initial=0) + ahead >= self._uniforms.shape[1]:
-            count = _UNIFORMS_AHEAD * (1 + ahead)
-            self._uniforms = self.uniforms_ahead(count).T
-            self._fields["first_uniform"], index = self["num_sampled"], np.zeros_like(index)
-        return self._uniforms[np.arange(len(self)), index]
+        if self._find_uniforms(1 + ahead) is None:
+            self.generate_uniforms(_UNIFORMS_AHEAD * (1 + ahead))
+        return self.uniforms_ahead(1)[0]
 
-    def uniforms_ahead(self, count: int) -> np.ndarray:
-        """Return the uniforms of each row's next `count` tokens, [count, rows] float64."""
-        position = (self["num_sampled"] + np.arange(count)[:, None]).astype(np.uint64)
-        return philox_uniforms(self["seed"], self["problem"], self["index"], position)
+    def uniforms_ahead(self, count: int, start: int = 0) -> np.ndarray:
+        """Return the uniforms of `count` tokens of each row, [count, rows] float64, after its next
+        `start` tokens.
+        """
+        index = self._find_uniforms(count, start)
+        if index is None:
+            index = self.generate_uniforms(count, start)
+        assert self._uniforms is not None
+        return self._uniforms[np.arange(len(self)), index + np.arange(count)[:, None]]
 
-    def record(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append a token and its logprob to each of the newest `len(tokens)` rows."""
-        num_sampled, first, width = (
-            self["num_sampled"].copy(),
-            len(self) - len(tokens),
-            self._tokens.shape[1],
-        )
-        buffers, places = self["buffer"][first:], num_sampled[first:]
-        if places.max(initial=0) >= width:
-            self._pad(0, width)
+    def _find_uniforms(self, count: int, start: int = 0) -> np.ndarray | None:
+        """Return the index in `_uniforms` of each row's token after its next `start` tokens; None
+        if `count` tokens from there on have not been generated.
+        """
+        index = self["num_sampled"] + start - self["first_uniform"]
+        size = 0 if self._uniforms is None else self._uniforms.shape[1]
+        fits = index.min(initial=0) >= 0 and index.max(initial=0) + count <= size
+        return index if fits else None
+
+    def generate_uniforms(self, count: int, start: int = 0) -> np.ndarray:
+        """Generate what `uniforms_ahead` returns, while the device works; return the index of the
+        first.
+        """
+        self._fields["first_uniform"] = first = self["num_sampled"] + start
+        position = (first + np.arange(count)[:, None]).astype(np.uint64)
+        self._uniforms = philox_uniforms(self["seed"], self["problem"], self["index"], position).T
+        return np.zeros_like(first)
+
+    def record(
+        self, tokens: np.ndarray, logprobs: np.ndarray, counts: np.ndarray | int = 1
+    ) -> None:
+        """Append to each of the newest N rows the first `counts` of its next tokens [S, N], with
+        their logprobs.
+        """
+        first, num_sampled = len(self) - tokens.shape[1], self["num_sampled"].copy()
+        places = num_sampled[first:] + np.arange(len(tokens))[:, None]
+        width, least = self._tokens.shape[1], int(places.max(initial=0)) + 1
+        if least > width:
+            self._pad(0, max(width, least - width))
+        buffers = self["buffer"][first:]
         self._tokens[buffers, places], self._logprobs[buffers, places] = tokens, logprobs
-        num_sampled[first:] += 1
+        num_sampled[first:] += counts
         self._fields["num_sampled"] = num_sampled
 
     def expand(self, rows: np.ndarray) -> RunningRows:
@@ -262,7 +284,7 @@ class RunningRows:
 
     def keep_rows(self, source: np.ndarray) -> None:
         """Keep the rows of `source`, in that order, and free the buffers of the other rows."""
-        freed = np.setdiff1d(self["buffer"], self["buffer"][source], assume_unique=True)
+        freed = self["buffer"][find_missing(source, len(self))]
         self._free_buffers = np.concatenate([self._free_buffers, freed])
         self.reorder(source)
 

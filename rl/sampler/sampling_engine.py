@@ -262,10 +262,10 @@ class Engine(Scheduler):
         entry for each token that is fed.
         """
         tokens, logprobs = self._sample(speculation.feed(rows), rows)
-        self._count_step(len(tokens))
+        self._count_steps(1, len(tokens))
         drafts = rows.next_tokens()
+        _, ended, stopped = self._find_ended(rows, tokens[None])
         rows.replace_next(tokens, logprobs)
-        ended, stopped = self._find_ended(rows)
         last = speculation.accept(tokens == drafts, ended)
         return self._retire(ended[last], stopped[last])
 
@@ -273,19 +273,29 @@ class Engine(Scheduler):
         """Sample a token of each of `rows`, which are the newest rows or all, and remove the rows
         that end. No other row ends: it would have ended with its last token.
         """
-        return self._retire(*self._record_tokens(*self._sample(logits_NV, rows)))
+        tokens, logprobs = self._sample(logits_NV, rows)
+        ends = self._find_ended(rows, tokens[None])
+        return self._append_tokens(tokens[None], logprobs[None], *ends)
 
-    def _record_tokens(
-        self, tokens: np.ndarray, logprobs: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Append a token to each of the newest rows; return `_find_ended` of all rows."""
-        self._rows.record(tokens, logprobs)
-        self._count_step(len(tokens))
-        return self._find_ended(self._rows)
+    def _append_tokens(
+        self,
+        tokens_SN: np.ndarray,
+        logprobs_SN: np.ndarray,
+        counts: np.ndarray,
+        ended: np.ndarray,
+        stopped: np.ndarray,
+    ) -> list[FinishedRequest]:
+        """Append the first `counts` of these tokens to each of the newest N rows, and remove those
+        that end (`_find_ended`).
+        """
+        self._rows.record(tokens_SN, logprobs_SN, counts)
+        self._count_steps(int(counts.max()), int(counts.sum()))
+        older = np.zeros(len(self._rows) - len(counts), np.bool_)
+        return self._retire(np.concatenate([older, ended]), np.concatenate([older, stopped]))
 
-    def _count_step(self, sampled: int) -> None:
-        """Count a step in which this number of rows got a token."""
-        self.counters.steps += 1
+    def _count_steps(self, steps: int, sampled: int) -> None:
+        """Count steps in which this number of tokens was sampled."""
+        self.counters.steps += steps
         self.counters.decoded_rows += sampled
         self.counters.peak_rows = max(self.counters.peak_rows, len(self._rows))
 
@@ -309,16 +319,15 @@ class Engine(Scheduler):
             .numpy()
         )
         chosen = sampled[0].astype(np.int64)
-        self._handle_non_finite(chosen, sampled[1], rows)
+        non_finite = np.isnan(sampled[1])
+        self._handle_non_finite(non_finite, rows)
+        chosen[non_finite] = 0  # these rows are removed at the end of this step
         return chosen, sampled[1]
 
-    def _handle_non_finite(
-        self, tokens: np.ndarray, logprobs: np.ndarray, rows: RunningRows
-    ) -> None:
-        """Handle rows with NaN or infinite logits: of several models, record an error for each of
-        their requests, and set their tokens to 0. Raises FloatingPointError for a single model.
+    def _handle_non_finite(self, non_finite: np.ndarray, rows: RunningRows) -> None:
+        """Handle the rows of this mask [N], which have NaN or infinite logits: of several models,
+        record an error for each of their requests. Raises FloatingPointError for a single model.
         """
-        non_finite = np.isnan(logprobs)
         if not non_finite.any():
             return
         numbers = sorted(set(rows["request_id"][non_finite].tolist()))
@@ -326,18 +335,24 @@ class Engine(Scheduler):
             self._has_non_finite = True
             raise make_divergence_error(numbers)
         self._errors |= {number: make_divergence_error([number]) for number in numbers}
-        tokens[non_finite] = 0  # these rows are removed at the end of this step
 
-    def _find_ended(self, rows: RunningRows) -> tuple[np.ndarray, np.ndarray]:
-        """Return which rows end with their last token, and which of them end because of a stop
-        condition.
+    def _find_ended(
+        self, rows: RunningRows, tokens_SN: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return how many of the next S tokens of each row precede its end, with the token that
+        ends it; whether one does; and whether it does because of a stop condition, [N] each.
         """
-        stopped = self._stops.table[rows["stop_row"], rows.last_tokens()]
-        for row in np.flatnonzero(rows["has_strings"] & ~stopped).tolist():
+        stopped = self._stops.table[rows["stop_row"], tokens_SN]
+        for row in np.flatnonzero(rows["has_strings"]).tolist():
             strings = self._running[int(rows["request_id"][row])].stop.strings
             assert self._stop_strings is not None  # `add` rejects strings without a tokenizer
-            stopped[row] = self._stop_strings.matches(strings, rows.response(row)[0])
-        return stopped | (rows["num_sampled"] >= rows["max_tokens"]), stopped
+            response = np.concatenate([rows.response(row)[0], tokens_SN[:, row]])
+            stopped[:, row] |= self._stop_strings.find_match(strings, response, stopped[:, row])
+        sampled = rows["num_sampled"] + np.arange(1, len(tokens_SN) + 1)[:, None]
+        ended = stopped | (sampled >= rows["max_tokens"])
+        counts = np.where(ended.any(0), ended.argmax(0) + 1, len(tokens_SN))
+        last = counts - 1, np.arange(len(counts))
+        return counts, ended[last], stopped[last]
 
     def _retire(self, ended: np.ndarray, stopped: np.ndarray) -> list[FinishedRequest]:
         """Remove the ended rows from the batch, and the prompts that no row needs."""
@@ -424,10 +439,12 @@ class Engine(Scheduler):
         self._in_flight = None
         if self.runs_ahead and not self._preempted and not self._may_admit():
             self._in_flight = self._device_steps.launch_next(chunk, most)
+        if self._in_flight is None:  # the next launch reads them while the device waits
+            self._rows.generate_uniforms(self._device_steps.steps_per_sync, chunk.count)
         try:
             return self._process_steps(chunk.columns, *chunk.read())
         except BaseException:
-            self._in_flight = None  # it continues rows of which this chunk recorded only a part
+            self._in_flight = None  # it continues rows whose tokens this chunk did not record
             raise
 
     def _process_steps(
@@ -440,21 +457,21 @@ class Engine(Scheduler):
         """Process the tokens and logprobs [steps, device rows] of a chunk. `columns`: the device
         row of each running row. `experts` [steps, device rows, B * K]: of the fed tokens.
         """
-        finished: list[FinishedRequest] = []
-        for i, (token_R, logprob_R) in enumerate(zip(tokens, logprobs, strict=True)):
-            if not len(columns):
-                break
-            self._state.record_experts(None if experts is None else experts[i][columns])
-            chosen, logprob_N = token_R[columns], logprob_R[columns]
-            self._handle_non_finite(chosen, logprob_N, self._rows)
-            self._state.response_lengths = self._state.response_lengths + 1
-            self.counters.fed_tokens += len(columns)
-            ended, stopped = self._record_tokens(chosen, logprob_N)
-            columns = columns[compact_slots(~ended)]
-            finished += self._retire(ended, stopped)
+        if not len(columns):
+            return []
+        rows, state = self._rows, self._state
+        tokens_SN, logprobs_SN = tokens[:, columns], logprobs[:, columns]
+        counts, ended, stopped = self._find_ended(rows, tokens_SN)
+        is_sampled = np.arange(len(tokens))[:, None] < counts
+        self._handle_non_finite((np.isnan(logprobs_SN) & is_sampled).any(0), rows)
+        if experts is not None:
+            step, row = np.nonzero(is_sampled)
+            state.record_experts(experts[step, columns[row]], row)
+        state.response_lengths = state.response_lengths + counts
+        self.counters.fed_tokens += int(counts.sum())
         if self._in_flight is not None:
-            self._in_flight.columns = columns
-        return finished
+            self._in_flight.columns = columns[compact_slots(~ended)]
+        return self._append_tokens(tokens_SN, logprobs_SN, counts, ended, stopped)
 
     def _plan_graphs(self) -> tuple[int, bool]:
         """Return the most rows that the present requests can run at once, and whether some of the

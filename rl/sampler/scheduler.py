@@ -313,14 +313,17 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------ prefix caching
 
-    def _hash_tokens(self, tokens: Sequence[int], request: SamplingRequest) -> list[bytes]:
+    def _hash_tokens(
+        self, tokens: Sequence[int], request: SamplingRequest, known: Sequence[bytes] = ()
+    ) -> list[bytes]:
         """Return the hashes of the tokens' chunks; an empty list if no prefix is cached for the
-        request.
+        request. `known`: the hashes of the first chunks.
         """
         chunk_size = self._state.chunk_size
         if chunk_size is None or not self.enable_prefix_caching or request.images:
             return []
-        return hash_chunks(tokens, self.decoder.weights_name(request.adapter_id), chunk_size)
+        weights = self.decoder.weights_name(request.adapter_id)
+        return hash_chunks(tokens, weights, chunk_size, known)
 
     def _may_continue(self, group: SequenceGroup) -> bool:
         """Return whether a later prompt may begin with a sample of the group.
@@ -336,7 +339,7 @@ class Scheduler:
         """Keep the keys and values of a row that is about to be removed."""
         if self._state.prompts[int(self._state.prompt_of_row[row])].key[0] == "of other weights":
             return  # the weights changed during sampling: the cached keys are of the old weights
-        self._state.cache_row(row, self._hash_tokens(fed_tokens, group.request))
+        self._state.cache_row(row, self._hash_tokens(fed_tokens, group.request, group.hashes))
 
     # ------------------------------------------------------------------------ removing and resuming
 

@@ -108,7 +108,7 @@ class SpeculativeDecoder:
         room = np.minimum(rows["max_tokens"] - rows["num_sampled"] - 1, self.num_tokens)
         counts = np.where(period > 0, room, 0)
         counts = np.minimum(counts, np.maximum(limit - np.cumsum(counts) + counts, 0))
-        fits = self._blocks is None or self._blocks.fits((counts + 1).tolist())
+        fits = self._blocks is None or self._blocks.fits(counts + 1)
         if not counts.any() or not fits:
             self.controller.record(len(rows), 0, 0)
             return None

@@ -107,6 +107,19 @@ class StopStringMatcher:
             known[newest] = self._may_complete(strings, newest)
         return known[newest] and any(string in self._tail(strings, tokens) for string in strings)
 
+    def find_match(
+        self, strings: tuple[str, ...], tokens: np.ndarray, stopped: np.ndarray
+    ) -> np.ndarray:
+        """Return which of the newest S of `tokens` (see `matches`) completes the first stop string,
+        [S]: at most one, before the first that is `stopped` [S] anyway.
+        """
+        completes = np.zeros(len(stopped), np.bool_)
+        for i in range(int(stopped.argmax()) if stopped.any() else len(stopped)):
+            completes[i] = self.matches(strings, tokens[: len(tokens) - len(stopped) + i + 1])
+            if completes[i]:
+                break
+        return completes
+
     def _may_complete(self, strings: tuple[str, ...], token: int) -> bool:
         """Return whether a stop string can end in this token.
 

@@ -12,7 +12,8 @@ from interpreting import INTERPRETED, SLOW_INTERPRETED
 
 from kernels import UNBOUNDED, AttentionBounds, compute_paged_attention
 from kernels.paged_attention import make_trial_inputs
-from rl.sampler.block_manager import make_block_tables
+from rl.sampler.block_tables import make_block_tables
+from rl.sampler.decode_state import pad_right
 
 pytest.importorskip("triton", reason="triton is not installed")
 pytestmark = SLOW_INTERPRETED
@@ -96,7 +97,12 @@ def check_batch(implementation, rng, dtype, size, width, bounds=UNBOUNDED):
     whole = 2 * torch.randn(len(tables), key_heads * repeat + 2, width + 3, generator=g).to(dtype)
     q = whole[:, 1:-1, :width]  # rows and heads that are not contiguous
     kv[:, [page for page in range(200) if not any(page in t for t in tables)]] = torch.nan
-    inputs = (q, kv, *make_block_tables(tables, lengths, shared, size, kv.device), bounds)
+    group, blocks = np.full(len(tables), -1), np.zeros(len(tables), np.int64)
+    for number, (members, begin) in enumerate(shared):
+        group[members], blocks[members] = number, len(begin)
+    padded = pad_right(tables).numpy()
+    block_tables = make_block_tables(padded, lengths, group, blocks, size, kv.device)
+    inputs = (q, kv, *block_tables, bounds)
     result = implementation(int(rng.choice([1, 8, 40])))(*inputs)
     truth = exact(q, kv, tables, lengths, bounds)
     assert result.dtype == dtype and result.shape == truth.shape

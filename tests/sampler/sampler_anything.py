@@ -204,11 +204,11 @@ class RequestGenerator:
 def check_readers(engine: Engine) -> None:
     """Check that sequences in the same block agree in all tokens up to its end."""
     manager, texts = engine._state.block_manager, dict[int, list[int]]()
-    for i, row in enumerate(manager.rows):
+    for i, length in enumerate(manager.rows["length"].tolist()):
         group = engine._running[int(engine._rows["request_id"][i])]
         text = [*group.request.prompt, *engine._rows.response(i)[0].tolist()]
-        for j, block in enumerate(row.block_table):
-            part = text[: min((j + 1) * manager.block_size, row.length)]
+        for j, block in enumerate(manager.row_table(i)):
+            part = text[: min((j + 1) * manager.block_size, length)]
             other = texts.setdefault(block, part)
             count = min(len(part), len(other))
             assert part[:count] == other[:count] and count > j * manager.block_size
@@ -295,7 +295,7 @@ class EngineWorkload:
         tables = self.engine._blocks
         if tables is not None:
             assert tables.pool.num_free == len(tables.pool.ref_counts)
-            assert not tables.rows
+            assert not len(tables.rows)
             assert not tables.prompts
         expected = set(range(len(self.requests_seen.made))) - self.dropped
         assert set(self.finished) == expected, (set(self.finished) ^ expected, self.dropped)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from sampler_models import add_prompt
 
-from rl.sampler.block_manager import BlockManager, OutOfBlocks, PromptBlockTable, RowBlockTable
+from rl.sampler.block_manager import BlockManager, OutOfBlocks, PromptBlockTable
 from rl.sampler.prefix_cache import hash_chunks
 
 
@@ -22,13 +22,18 @@ def check_blocks(tables: BlockManager) -> None:
     """Check that the reference counts match the holders, and that at most 1.1 times the tokens plus
     a page per row are allocated. A prompt that waits for rows counts as a row.
     """
-    rows, prompts = tables.rows, tables.prompts
-    held = Counter(itertools.chain.from_iterable(item.block_table for item in (*rows, *prompts)))
-    counts = tables.pool.ref_counts
+    prompts, lengths = tables.prompts, tables.rows["length"].tolist()
+    rows = [tables.row_table(row) for row in range(len(lengths))]
+    held = Counter(itertools.chain(*rows, *(prompt.block_table for prompt in prompts)))
+    counts = tables.pool.ref_counts.tolist()
     assert [held[page] for page in range(len(counts))] == counts
     assert tables.pool.num_free == counts.count(0)
-    full = {page for row in rows for page in row.block_table[: row.length // tables.block_size]}
-    ends = sum(row.length % tables.block_size for row in rows)
+    full = {
+        page
+        for row, length in zip(rows, lengths, strict=True)
+        for page in row[: length // tables.block_size]
+    }
+    ends = sum(length % tables.block_size for length in lengths)
     waiting = [prompt for prompt in prompts if prompt.rows == 0]
     tokens = len(full) * tables.block_size + ends
     tokens += sum(prompt.length for prompt in waiting if prompt.block_table)
@@ -48,7 +53,7 @@ class Memory:
         self.prompts: list[list[int]] = []
         self.copies = 0
         self.texts: list[list[int]] = []  # sequences that later ones may begin with
-        self.reused = 0
+        self.reused = self.together = self.apart = 0
         self.fresh = itertools.count()
 
     def numbers(self, count: int) -> list[int]:
@@ -83,8 +88,9 @@ class Memory:
         slot = self.pick([i for i, p in enumerate(self.tables.prompts) if p.rows or p.block_table])
         if slot is None:
             return False
-        self.tables.add_row(slot)
-        self.rows.append(list(self.prompts[slot]))
+        count = int(self.rng.choice([1, 1, 3]))
+        self.tables.add_rows(slot, count)
+        self.rows += [list(self.prompts[slot]) for _ in range(count)]
         return True
 
     def come_back(self) -> bool:
@@ -95,57 +101,68 @@ class Memory:
         values = [*self.prompts[slot], *self.numbers(int(self.rng.integers(0, 2 * self.size + 1)))]
         if self.tables.num_blocks_for(len(values)) > self.tables.pool.num_free:
             return False
-        row = self.tables.add_resumed_row(slot, len(values))
-        row.block_table = self.tables.allocate_table(len(values)).block_table
-        self.write(row.block_table, 0, values)
+        blocks = self.tables.allocate_table(len(values)).block_table
+        self.tables.add_resumed_row(slot, len(values), blocks)
+        self.write(blocks, 0, values)
         self.rows.append(values)
         return True
 
     def draw(self) -> bool:
         """Append a single token or several tokens to every row."""
         tables = self.tables
-        counts = self.rng.integers(
-            1, 2 if self.rng.random() < 0.5 else 2 * self.size + 2, len(tables.rows)
-        ).tolist()
-        if not counts or tables.blocks_needed(counts) > tables.pool.num_free:
+        most = 2 if self.rng.random() < 0.5 else 2 * self.size + 2
+        counts = self.rng.integers(int(self.rng.integers(2)), most, len(tables.rows))
+        if not len(counts) or tables.blocks_needed(counts) > tables.pool.num_free:
             return False
         before, copies = tables.pool.num_free, self.copies
         taken = tables.blocks_needed(counts)
-        for row, values, count in zip(tables.rows, self.rows, counts, strict=True):
-            first = row.length
-            self.copy(tables.append_positions(row, count))
+        for move in tables.append_positions(counts):
+            self.copy(move)
+        for row, (values, count) in enumerate(zip(self.rows, counts.tolist(), strict=True)):
             new = self.numbers(count)
-            self.write(row.block_table, first, new)
+            self.write(tables.row_table(row), len(values), new)
             values += new
         assert before - tables.pool.num_free == taken, (before, taken, self.copies - copies)
         return True
 
-    def end_row(self) -> bool:
-        index = self.pick(list(range(len(self.rows))))
-        if index is None:
-            return False
-        self.tables.drop_row(self.tables.rows.pop(index))
-        self.rows.pop(index)
-        return True
+    def drop(self) -> bool:
+        """Drop the newest positions of every row that are not of its prompt, or some of them."""
+        slots = self.tables.rows["prompt"].tolist()
+        most = [
+            len(row) - len(self.prompts[slot]) for row, slot in zip(self.rows, slots, strict=True)
+        ]
+        counts = self.rng.integers(0, np.array(most, np.int64) + 1)
+        self.tables.drop_positions(counts)
+        for row, count in zip(self.rows, counts.tolist(), strict=True):
+            del row[len(row) - count :]
+        return bool(counts.any())
 
-    def end_prompt(self) -> bool:
-        slot = self.pick([i for i, p in enumerate(self.tables.prompts) if p.rows == 0])
-        if slot is None:
-            return False
-        self.tables.drop_prompt(self.tables.prompts.pop(slot))
-        self.prompts.pop(slot)
-        return True
+    def end_rows(self) -> bool:
+        """End some rows; the others move."""
+        source = self.rng.permutation(len(self.rows))[: int(self.rng.integers(len(self.rows) + 1))]
+        ends = len(source) < len(self.rows)
+        self.tables.retain_rows(source)
+        self.rows = [self.rows[row] for row in source]
+        return ends
+
+    def end_prompts(self) -> bool:
+        """End the prompts without rows, or some of them; the others move."""
+        keeps = [p.rows > 0 or self.rng.random() < 0.5 for p in self.tables.prompts]
+        source = self.rng.permutation(np.flatnonzero(keeps))
+        self.tables.retain_prompts(source)
+        self.prompts = [self.prompts[slot] for slot in source]
+        return not all(keeps)
 
     def hashes(self, values: list[int]) -> list[bytes]:
         return hash_chunks(values, "", self.tables.chunk_size)
 
     def keep(self) -> bool:
         """Let later sequences begin with the tokens of a row, or with some of them."""
-        index = self.pick([i for i, row in enumerate(self.tables.rows) if row.length])
+        index = self.pick(list(range(len(self.rows))))
         if index is None:
             return False
         text = self.rows[index][: int(self.rng.integers(1, len(self.rows[index]) + 1))]
-        self.tables.register(self.tables.rows[index].block_table, self.hashes(text))
+        self.tables.register(self.tables.row_table(index), self.hashes(text))
         self.texts.append(text)
         return True
 
@@ -156,11 +173,11 @@ class Memory:
         values = [*shared, *self.numbers(int(self.rng.integers(1, 2 * self.size + 2)))]
         tables, hashes = self.tables, self.hashes(values)
         offered = hashes[: (len(values) - 1) // tables.chunk_size]
-        before = tables.pool.num_free, list(tables.pool.ref_counts)
+        before = tables.pool.num_free, tables.pool.ref_counts.tolist()
         try:
             allocation = tables.allocate_table(len(values), offered)
         except OutOfBlocks:
-            assert before == (tables.pool.num_free, tables.pool.ref_counts)
+            assert before == (tables.pool.num_free, tables.pool.ref_counts.tolist())
             return False
         self.copy(allocation.copy)
         assert allocation.positions <= len(shared)
@@ -179,27 +196,37 @@ class Memory:
         self.texts = []
         return True
 
-    def reads(self, holder: RowBlockTable | PromptBlockTable) -> list[int]:
-        return self.pages[holder.block_table].ravel()[: holder.length].tolist()
+    def reads(self, blocks: list[int], length: int) -> list[int]:
+        return self.pages[blocks].ravel()[:length].tolist()
 
     def check(self) -> None:
-        tables = self.tables
+        tables, rows = self.tables, self.tables.rows
         check_blocks(tables)
-        for row, values in zip(tables.rows, self.rows, strict=True):
-            assert row.length == len(values) and self.reads(row) == values
-        for prompt, values in zip(tables.prompts, self.prompts, strict=True):
+        blocks = [tables.row_table(row) for row in range(len(rows))]
+        assert rows["length"].tolist() == [len(values) for values in self.rows]
+        for row, values in zip(blocks, self.rows, strict=True):
+            assert self.reads(row, len(values)) == values
+        for slot, (prompt, values) in enumerate(zip(tables.prompts, self.prompts, strict=True)):
             assert prompt.length == len(values)
-            assert prompt.rows == sum(row.prompt is prompt for row in tables.rows)
+            assert prompt.rows == np.count_nonzero(rows["prompt"] == slot)
             if prompt.rows == 0 and prompt.block_table:
-                assert self.reads(prompt) == values
-        together: Counter[int] = Counter()
-        for rows, pages in tables.shared_prefixes():
-            together.update(rows)
-            assert len(rows) > 1 and pages
-            for row in rows:
-                assert tables.rows[row].block_table[: len(pages)] == pages
-                assert len(pages) * self.size <= tables.rows[row].prompt.length
-        assert max(together.values(), default=1) == 1, "a row is read with one group alone"
+                assert self.reads(prompt.block_table, len(values)) == values
+        group, shared = (values.tolist() for values in tables.shared_prefixes())
+        for number in range(max(group, default=-1) + 1):
+            members = [row for row in range(len(rows)) if group[row] == number]
+            assert len(members) > 1, "no number is left out, and no row is in a group alone"
+            (count,) = {shared[row] for row in members}
+            assert count > 0 and len({tuple(blocks[row][:count]) for row in members}) == 1
+            for row in members:
+                assert count * self.size <= len(self.prompts[rows["prompt"][row]])
+        assert not any(count for count, number in zip(shared, group, strict=True) if number < 0)
+        # rows of a prompt that have its blocks are together
+        for row, other in itertools.combinations(range(len(rows)), 2):
+            full = len(self.prompts[rows["prompt"][row]]) // self.size
+            same = rows["prompt"][row] == rows["prompt"][other] and full
+            if same and blocks[row][:full] == blocks[other][:full]:
+                self.together += group[row] == group[other] >= 0
+                self.apart += group[row] != group[other] or group[row] < 0
 
 
 OPERATIONS = {
@@ -207,8 +234,9 @@ OPERATIONS = {
     "add_row": 5,
     "come_back": 1,
     "draw": 6,
-    "end_row": 3,
-    "end_prompt": 1,
+    "drop": 1,
+    "end_rows": 1,
+    "end_prompts": 1,
     "keep": 2,
     "begin": 4,
     "forget": 0.3,
@@ -225,10 +253,10 @@ def check_population(seeds: range, steps: int = 60) -> Counter:
             memory.check()
         done["copies"] += memory.copies
         done["reused"] += memory.reused
-        while memory.tables.rows:
-            memory.end_row()
-        while memory.tables.prompts:
-            memory.end_prompt()
+        done["together"] += memory.together
+        done["apart"] += memory.apart
+        memory.tables.retain_rows(np.arange(0))
+        memory.tables.retain_prompts(np.arange(0))
         assert memory.tables.pool.num_free == len(memory.tables.pool.ref_counts), "a page was lost"
     return done
 
@@ -236,6 +264,7 @@ def check_population(seeds: range, steps: int = 60) -> Counter:
 def test_random_operations_leave_every_reader_its_contents():
     done = check_population(range(150))
     assert min(done[name] for name in (*OPERATIONS, "copies", "reused")) > 100, done
+    assert done["apart"] * 100 < done["together"], done
 
 
 @pytest.mark.campaign
@@ -252,7 +281,7 @@ def test_room_for_the_next_tokens_is_the_blocks_they_need():
         for _ in range(30):
             (memory.add_prompt if rng.random() < 0.3 else memory.add_row)()
             tables = memory.tables
-            counts = rng.integers(1, 12, len(tables.rows)).tolist()
+            counts = rng.integers(1, 12, len(tables.rows))
             fits = tables.blocks_needed(counts) <= tables.pool.num_free
             assert tables.fits(counts) == fits
             outcomes[fits] += len(tables.rows) > 1

@@ -116,18 +116,17 @@ def test_attention_over_pages_at_every_number_of_splits(rows, context):
     the rows.
     """
     from kernels import paged_attention as module
-    from rl.sampler.block_manager import make_block_tables
+    from rl.sampler.block_tables import make_block_tables
 
     g, pages = torch.Generator("cuda").manual_seed(0), -(-context // 256)
     kv = torch.randn(2, rows * pages + 1, 256, 2, 64, generator=g, device="cuda").bfloat16()
     q = torch.randn(rows, 8, 64, generator=g, device="cuda").bfloat16()
-    tables = [list(range(row * pages, (row + 1) * pages)) for row in range(rows)]
-    members = list(range(0, rows, 2))
-    for row in members:
-        tables[row][0] = tables[0][0]
+    tables = np.arange(rows * pages).reshape(rows, pages)
+    tables[::2, 0] = 0
     lengths = np.random.default_rng(0).integers(257, context + 1, rows)
-    for shared in ([(members, tables[0][:1])] if rows > 1 else [], []):
-        inputs = (q, kv, *make_block_tables(tables, lengths, shared, 256, kv.device))
+    shares = (np.arange(rows) % 2 == 0) & (rows > 1)
+    for shared in (shares.astype(np.int64), np.zeros(rows, np.int64)):
+        inputs = (q, kv, *make_block_tables(tables, lengths, shared - 1, shared, 256, kv.device))
         exact = module.attend_and_merge(module.attend_gathered, *inputs)
         torch.testing.assert_close(module._run_backend("triton", *inputs), exact, atol=2e-2, rtol=0)
 

@@ -1,241 +1,18 @@
-"""Count what the host does for a sampler on a GPU, without a GPU: launches, preempted rows, steps
-outside CUDA graphs.
+"""Check what the host does for a sampler on a GPU, without a GPU (host_counts.py)."""
 
-Launches are recorded on fake CUDA tensors: every operation of torch that is not a view, and every
-launch of a Triton kernel, counts as one. Schedules run the real engine on the CPU with a model that
-computes nothing: every token is equally likely, and one in 512 ends a sample.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cache
-from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
 import pytest
-import torch
-from sampler_models import multistep_engine, one_thread, tiny_model  # noqa: F401
-from test_sampler_step_fake import VIEWS, record_launches, two_steps
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from kernels import decode_ops_triton
-from rl.models import LoadedModel, add_lora
-from rl.sampler import Engine, SamplingRequest, cuda_graphs, make_decoder, paged_state
-from rl.sampler.cuda_graphs import CUDAGraphRunner, _record_tokens
-from rl.sampler.decode_state import Prompt
-from rl.sampler.decoder import batch_prompts
-from rl.sampler.device_steps import DeviceSteps
-from rl.sampler.forward_fast import _PREFILL_TOKENS
-from rl.sampler.kv_cache_pool import KVCachePool
-from rl.sampler.paged_state import PagedState
-from rl.types import LoraConfig, SamplingParams
+from host_counts import (
+    LAYERS,
+    count_prefill_launches,
+    decode_launches,
+    graph_captures,
+    measure_idle_seconds,
+    run_schedule,
+    selection_launch,
+)
+from sampler_models import one_thread  # noqa: F401
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-
-LAYERS, VOCAB, MOST = 24, 512, 1024
-WORDS = 151_936  # the vocabulary of Qwen2.5, for the token selection
-
-
-# ------------------------------------------------------------------------------------------ launches
-
-
-def count_launches(recorder: Any) -> int:
-    """Return the operations recorded that start a kernel or a copy, Triton's launches included."""
-    names = [name for name, *_ in recorder.done if not name.startswith("prim")]
-    return sum(name.split(".")[1] not in VIEWS for name in names) + sum(recorder.launched.values())
-
-
-def decode_launches(lora: bool) -> int:
-    """Return the launches of a decode step of 24 layers."""
-    with pytest.MonkeyPatch.context() as patch:
-        recorder = record_launches(patch)
-        model: Any = tiny_model("llama", num_hidden_layers=LAYERS)
-        if lora:
-            model = add_lora(LoadedModel(model, None, "tiny", ()), LoraConfig(32, 0)).model
-        two_steps(recorder, model, 64, False)
-        launched = sum(recorder.launched.values()) // 2  # of one of the two steps
-        recorder.launched.clear()
-        return count_launches(recorder) + launched
-
-
-def count_prefill_launches() -> tuple[int, int]:
-    """Return the launches of a prefill of 64 prompts that write the cache, and its layers times its
-    batches. The operations are those of the CPU, because Python's indexing queries the device even
-    of fake tensors; the kernels of a GPU stand still.
-    """
-    lengths = np.sort(np.random.default_rng(0).integers(60, 501, 64)).tolist()
-    counts = []
-    for cached in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            recorder = record_launches(patch)
-            patch.setattr(paged_state, "append_to_cache", decode_ops_triton.append_to_cache)
-            model = tiny_model("llama", num_hidden_layers=LAYERS, max_position_embeddings=512)
-            decoder = make_decoder(model, dtype=torch.bfloat16, kind="fast")
-            state = PagedState(decoder, KVCachePool(decoder, 256, 256).kv)
-            prompts = [Prompt([1] * length) for length in lengths]
-            with torch.inference_mode(), recorder:
-                if cached:
-                    state.prefill(prompts)
-                else:
-                    logits = torch.empty(64, decoder.vocab_size)
-                    decoder.forward_prompts(prompts, range(64), None, logits)
-            counts.append(count_launches(recorder))
-    batches = sum(1 for _ in batch_prompts(lengths, _PREFILL_TOKENS))
-    return counts[0] - counts[1], LAYERS * batches
-
-
-def selection_launch(rows: int) -> tuple[float, int]:
-    """Return the rows per program of the launch that chooses a slice of the vocabulary, and its
-    dependent iterations: three passes over the sums of the slices.
-    """
-    from kernels import sample_tokens
-
-    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
-        recorder = record_launches(patch)
-        half = dict(dtype=torch.bfloat16, device="cuda")
-        numbers = torch.empty(rows, device="cuda")
-        sample_tokens(
-            torch.empty(rows, 896, **half), torch.empty(WORDS, 896, **half), numbers,
-            numbers.double(), numbers > 0,
-        )  # fmt: skip
-        grid, options = recorder.grids["pick"]
-        slices = -(-WORDS // 64)
-        return rows / grid[0], 3 * -(-slices // options["BS"])
-
-
-def graph_captures() -> tuple[int, str]:
-    """Return the graphs captured after the first chunk of a call in whose small cache the batch
-    grows when samples end early, and the capture mode.
-    """
-    modes: list[str] = []
-
-    def graph(graph: Any, **options: Any) -> Any:
-        modes.append(options.get("capture_error_mode", "global"))
-        return nullcontext()
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CUDAGraphRunner, "uses_graphs", True)
-        cuda = {"device": lambda device: nullcontext(), "stream": lambda stream: nullcontext()}
-        cuda |= {"Stream": lambda: stream, "current_stream": lambda: stream, "graph": graph}
-        for name, value in cuda.items():
-            patch.setattr(torch.cuda, name, value)
-        # a torch for the CPU lacks it
-        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-        blank = SimpleNamespace(pool=lambda: None, replay=lambda: None)
-        patch.setattr(torch.cuda, "CUDAGraph", lambda: blank)
-        with scripted_device():
-            engine = make_engine(64, kv_cache_tokens=256 * 48)
-            for problem in range(64):
-                engine.add(make_request(problem, 60, 4))
-            captured: list[int] = []
-            run = CUDAGraphRunner.run
-
-            def look(runner: Any, rows: int, *more: Any) -> None:
-                run(runner, rows, *more)
-                captured.append(len(modes))
-                # a graph that is replayed does nothing here: ends some rows instead
-                runner.buffers.tokens[:, : rows // 4] = 0
-
-            patch.setattr(CUDAGraphRunner, "run", look)
-            while engine.busy and len(captured) < 60:
-                engine.step()
-    return captured[-1] - captured[0], modes[0]
-
-
-# ----------------------------------------------------------------------------------------- schedules
-
-
-@contextmanager
-def scripted_device() -> Iterator[None]:
-    """Replace the model's computation: every token is equally likely, whatever the prompt is."""
-    blank_decoder()  # is compared with its model when it is made
-
-    def step(model: Any, kv: Any, rope: Any, buffers: Any, rows: int, *more: Any):
-        b = buffers.first_rows(rows)
-        uniform = b.uniform.index_select(0, b.at).squeeze(0)
-        _record_tokens(b, (uniform * VOCAB).long(), torch.full((rows,), -1.0), None)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_graphs, "decode_step", step)
-        patch.setattr(
-            "rl.sampler.forward_fast.FastForward.forward_prompts",
-            lambda model, prompts, indices, store, logits, records: logits.zero_(),
-        )
-        patch.setattr(
-            "rl.sampler.forward_fast.FastForward.forward",
-            lambda model, ids, *args: torch.zeros(len(ids), 8),
-        )
-        yield
-
-
-@cache
-def blank_decoder() -> Any:
-    """Return a decoder of a model that is too small to matter."""
-    model = tiny_model(
-        "llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
-        num_key_value_heads=1, head_dim=8, vocab_size=VOCAB, max_position_embeddings=32_768,
-    )  # fmt: skip
-    return make_decoder(model, kind="fast")
-
-
-def make_engine(max_rows: int = 1024, **settings: Any) -> Engine:
-    """Return an engine over the blank decoder; token 0 ends a sample."""
-    return multistep_engine(blank_decoder(), (0,), max_rows=max_rows, **settings)
-
-
-def make_request(problem: int, length: int, samples: int, most: int = MOST) -> SamplingRequest:
-    """Return a request of `samples` samples of up to `most` tokens for a prompt of its own."""
-    prompt = np.random.default_rng(problem).integers(1, VOCAB, length).tolist()
-    params = SamplingParams(max_tokens=most, temperature=1.0)
-    return SamplingRequest(prompt=prompt, num_samples=samples, problem=problem, params=params)
-
-
-def run_schedule(groups: int, **settings: Any) -> dict[str, int]:
-    """Run groups of 16 samples to the end. Return the preemptions, the tokens computed again, all
-    tokens fed, the steps, those outside chunks that fed running rows, the largest batch, the
-    chunks, and those that were launched before the chunk before them was read.
-    """
-    lengths = np.random.default_rng(0).integers(60, 501, groups).tolist()
-    counts = dict(recomputed=0, outside=0, ahead=0)
-    resume, decode = PagedState.resume_row, PagedState.decode
-    launch_next = DeviceSteps.launch_next
-
-    def resumes(state: Any, slot: int, fed: Any, *more: Any) -> None:
-        counts["recomputed"] += len(fed)
-        resume(state, slot, fed, *more)
-
-    def decodes(state: Any, tokens: Any) -> torch.Tensor:
-        counts["outside"] += 1
-        return decode(state, tokens)
-
-    def launches(device: DeviceSteps, *args: Any) -> Any:
-        chunk = launch_next(device, *args)
-        counts["ahead"] += chunk is not None
-        return chunk
-
-    with pytest.MonkeyPatch.context() as patch, scripted_device():
-        patch.setattr(PagedState, "resume_row", resumes)
-        patch.setattr(PagedState, "decode", decodes)
-        patch.setattr(DeviceSteps, "launch_next", launches)
-        engine = make_engine(**settings)
-        engine.runs_ahead = True
-        for problem, length in enumerate(lengths):
-            engine.add(make_request(problem, length, 16))
-        engine.run()
-    counters = engine.counters
-    fed = counters.fed_tokens + counters.prefill_tokens + counts["recomputed"]
-    assert engine._device_steps is not None
-    return counts | dict(
-        preempted=engine.preemptions, fed=fed, steps=counters.steps, rows=counters.peak_rows,
-        chunks=engine._device_steps.num_syncs,
-    )  # fmt: skip
-
-
-# --------------------------------------------------------------------------------------------- tests
 
 
 @pytest.mark.parametrize(("lora", "launches"), [(False, 271), (True, 478)])
@@ -267,3 +44,9 @@ def test_requests_that_wait_cause_no_step_outside_graphs():
 
 def test_no_graph_is_captured_after_the_first_chunk():
     assert graph_captures() == (0, "thread_local")
+
+
+@pytest.mark.parametrize("rows", [16, 256])
+def test_the_device_waits_for_the_host_only_between_two_calls_of_step(rows):
+    assert measure_idle_seconds(rows, ahead=True, chunks=12) == 0
+    assert measure_idle_seconds(rows, ahead=False, chunks=12) > 0

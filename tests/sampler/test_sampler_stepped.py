@@ -273,7 +273,7 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
         expected = run_requests(Engine(decoder, (3,)), requests)
         check_same(run_requests(engine, requests), expected, 1e-4)
         tables = engine._state.block_manager
-        assert tables.pool.num_free == len(tables.pool.ref_counts) and not tables.rows
+        assert tables.pool.num_free == len(tables.pool.ref_counts) and not len(tables.rows)
         assert engine._in_flight is None
     assert ahead > 20 and launched > ahead
 

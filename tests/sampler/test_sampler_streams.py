@@ -98,6 +98,6 @@ def test_rows_know_their_next_uniform_however_far_they_went_without_asking():
                 ),
             )
             for _ in range(int(rng.integers(1, 30))):
-                rows.record(np.zeros(len(rows), np.int64), np.zeros(len(rows)))
+                rows.record(np.zeros((1, len(rows)), np.int64), np.zeros((1, len(rows))))
             if len(rows) > 1 and rng.random() < 0.2:
                 rows.keep_rows(np.sort(rng.permutation(len(rows))[:-1]))

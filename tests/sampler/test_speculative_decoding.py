@@ -114,7 +114,7 @@ def test_drafts_follow_the_newest_match_of_the_longest_ngram():
         limits = rows["max_tokens"].tolist()
         for _ in range(int(rng.integers(1, min(limits)))):
             tokens = rng.integers(0, 3, 6)
-            rows.record(tokens, np.zeros(6))
+            rows.record(tokens[None], np.zeros((1, 6)))
             for text, token in zip(texts, tokens.tolist(), strict=True):
                 text.append(token)
         bound = int(rng.integers(0, 25))
