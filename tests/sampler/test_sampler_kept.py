@@ -373,7 +373,7 @@ def sample_version(worker, version: int, seed: int = 0) -> None:
     """Check that a rank's samples of a version are those of a new plain engine."""
     responses, _ = worker.sample(version, make_sum_requests(seed))
     source = worker.versions[version]
-    plain = Engine(source.decoder, source.loaded.eos_token_ids)
+    plain = Engine(source.decoder, source.eos_token_ids)
     expected = list_tokens(run_requests(plain, make_sum_requests(seed)))
     assert list_tokens(responses[i] for i in sorted(responses)) == expected
 
