@@ -156,7 +156,7 @@ def suggest_path(path: Path) -> str:
     return f"; did you mean {path.with_name(near_names[0])}?" if near_names else ""
 
 
-def describe_import_error(error: Exception, path: str) -> str:
+def describe_import_error(error: BaseException, path: str) -> str:
     """Return the type and text of an error in a user's file, without the file's name, which the
     message has.
     """

@@ -36,9 +36,9 @@ _TAKEOVER = LOCK + ".taking"  # held while a dead owner's lock is replaced
 
 
 def _boot_id() -> str:
-    """Return an id of this boot of this machine and of the container's process-id namespace.
+    """Return the id of this machine's boot and that of the process-id namespace, as one text.
 
-    A process id has no meaning in another boot or namespace.
+    A process id has no meaning in another boot or namespace. Return "" if either is unknown.
     """
     with contextlib.suppress(OSError):
         return (
@@ -150,7 +150,7 @@ class RunLock:
             if self.heartbeat_time() not in (heartbeat, None):
                 raise RunFolderError(self._refusal_message(owner, 0.0))
         if not self._acquired:
-            self._acquired = True
+            self._acquired, self._ended = True, threading.Event()
             last_beat = self.heartbeat_time() or self._disk_time()
             threading.Thread(
                 target=self._run_heartbeat, args=(last_beat,), name="whetstone-lock", daemon=True
@@ -199,7 +199,8 @@ class RunLock:
             try:
                 os.link(aside, path)
             except FileExistsError:
-                return False
+                # NFS may repeat a request whose reply was lost: the link is this process's own
+                return aside.stat().st_nlink == 2
             # A file system without links: creating the name is atomic, its content follows a moment
             # later.
             except OSError:

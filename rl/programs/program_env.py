@@ -108,9 +108,10 @@ class ProgramGroup(EnvGroupBuilder):
         # `ProgramEpisode` counts and limits the turns
         self.max_turns, self.max_tokens = 1_000_000, self.limits.tokens
         self.question = last_user_text(problem.messages) if problem.messages else ""
-        self.seed = int(
-            problem.meta.get("seed", derive_seed("environment", "endpoint", problem.index))
-        )
+        try:
+            self.seed = int(problem.meta["seed"])
+        except (KeyError, TypeError, ValueError, OverflowError):  # no such column, or no number
+            self.seed = derive_seed("environment", "endpoint", problem.index)
         messages = {"messages": list(problem.messages)} if problem.messages else {}
         self.row: dict[str, Any] = _to_json({**problem.meta, **messages})
 

@@ -378,7 +378,7 @@ class LiveEndpoint:
         The semaphore limits the programs between start and first request to the number of cores:
         starting an interpreter takes about a second of a core.
         """
-        folder = tempfile.mkdtemp(prefix="whetstone-episode-")
+        folder = ""
         finished = asyncio.Event()
         timed_out = False
 
@@ -400,6 +400,7 @@ class LiveEndpoint:
         code, output = None, ""
         loop = asyncio.get_running_loop()
         try:
+            folder = tempfile.mkdtemp(prefix="whetstone-episode-")
             try:
                 async with self._starting:
                     start_time = time.monotonic()
@@ -414,6 +415,7 @@ class LiveEndpoint:
                             )
                 if program is not None:
                     await finished.wait()
+                    episode.timer.stop()
             finally:
                 if program is not None:
                     loop.remove_reader(program.fileno())

@@ -88,13 +88,23 @@ class _ProgramReward(ResourceReward):
         return self._sandbox
 
     def score_program(self, program: str | None, tests: Tests) -> RewardResult:
-        """Return the reward of a program; None means that the response contains no program."""
+        """Return the reward of a program; None means that the response contains no program.
+
+        Raises UserError if the sandbox was lost twice: the program was not graded.
+        """
         correct = passed = 0.0
         if program is not None and program.strip():
-            for _ in range(2):  # again if the sandbox itself was lost; a second loss fails
+            for _ in range(2):
                 grade = self.sandbox().grade(program, tests, early_stop=self.score == "all")
-                if not any(reason.startswith("lost") for reason in grade.reasons):
+                losses = [reason for reason in grade.reasons if reason.startswith("lost")]
+                if not losses:
                     break
+            else:
+                raise UserError(
+                    f"the sandbox ({self.sandbox().kind}) graded a program in neither of two "
+                    f"attempts ({losses[0]}): free processes and memory of this host, or check "
+                    "the sandbox service"
+                )
             correct, passed = float(grade.all), grade.fraction
         if self.score == "all":
             return make_formatted_result(correct, program is not None)

@@ -42,10 +42,13 @@ _FUNCTION_NAMES = re.compile(
     r"\\(?:frac|sqrt|pi|cdot|times|infty|sin|cos|tan|cot|sec|csc|log|ln|exp|left|right|begin|end|cup|pm|mp)"
 )
 _AND = re.compile(
-    r"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}"
+    r"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)(?![a-zA-Z])([^{}]*)\}"
 )
 # 45' and 1 0, which the parser reads as 45 and as a sum
 _NO_FORMULA = re.compile(r"\d\s*'|(?<!_)\d\s+[\d.]")
+# Texts of which the parser computes a product, a ratio or a difference
+_LETTER, _ANGLE = re.compile("[a-zA-Z]"), re.compile(r"\\angle\s*([A-Z]{3})")
+_CLOCK, _DATE = re.compile(r"\d{1,2}:[0-5]\d"), re.compile(r"\d{4}-\d\d-\d\d")
 _REALS = {
     r"(-\infty,\infty)", r"(-\infty,+\infty)", r"\mathbb{R}", r"\mathbbR", r"\R", r"\Reals",
     r"\text{allrealnumbers}", "allrealnumbers",
@@ -87,8 +90,14 @@ def _equal(answer: str, expected: str) -> bool:
     for synonyms in (_REALS, _EMPTY):
         if re.sub(r"\s", "", expected) in synonyms:
             return re.sub(r"\s", "", answer) in synonyms
-    if re.fullmatch("[a-zA-Z]", answer) and re.fullmatch("[a-zA-Z]", expected):
+    if _DATE.fullmatch(expected):
         return answer == expected
+    for pattern in (_LETTER, _CLOCK):
+        if pattern.fullmatch(expected) and pattern.fullmatch(answer):
+            return answer.lstrip("0") == expected.lstrip("0")
+    angles = [_ANGLE.fullmatch(text) for text in (answer, expected)]
+    if angles[0] and angles[1]:
+        return angles[0].group(1) in (angles[1].group(1), angles[1].group(1)[::-1])
     expected_words = parse_words(expected)
     if expected_words is not None and (answer_words := parse_words(answer)) is not None:
         return expected_words == answer_words
@@ -167,7 +176,7 @@ def _check_count(items: Sequence[str], kind: str) -> None:
 
 
 def _split_items(text: str) -> list[str]:
-    return [item for item in split_top(_AND.sub(",", text), _ITEMS) if item]
+    return [item for item in split_top(_AND.sub(r",\1", text), _ITEMS) if item]
 
 
 def _equal_plus_minus(answer: str, expected: str) -> bool | None:

@@ -57,7 +57,12 @@ _LAST_NUMBER = re.compile(
     r"(?<![\w.])-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+|[eE][+-]?\d+)?\s?(?:\\?%|°)?"
 )
 _TAG = re.compile(r"<answer>([^<]{1,1000})</answer>")
-_HASHES = re.compile(r"(?<!#)####(?!#)")  # GSM8K's mark; a longer run of # is a rule or noise
+# GSM8K's mark, or the Markdown heading "#### Final answer:"; a longer run of # is a rule or noise
+_HASHES = re.compile(
+    r"(?<!#)####(?!#)(?:[ *]*(?:the )?(?:final )?answer(?: is\b|[ *]*:|[ *]*$)[ :*]*)?",
+    re.IGNORECASE | re.MULTILINE,
+)
+_HEADING = re.compile(r"[\s*_]*[^\W\d_]{2}")  # a word after ####, as of a Markdown heading
 # Number of characters searched in a response without a marked answer: parsing time grows with
 # length.
 _MAX_TAIL = 500
@@ -71,12 +76,12 @@ def _find_last_boxed(text: str) -> tuple[int, str] | None:
     """
     open_braces: list[tuple[int, bool]] = []  # position, whether \\boxed precedes it
     best: tuple[int, int] | None = None
-    for match in re.finditer(r"[{}]", text):
+    for match in re.finditer(r"\\.|[{}]", text):  # \{ and \} need not close
         position = match.start()
         if match.group() == "{":
             before = text[max(0, position - 9) : position].rstrip(" ")  # also matches \boxed {5}
             open_braces.append((position, before.endswith(_BOXED)))
-        elif open_braces:
+        elif match.group() == "}" and open_braces:
             start, boxed = open_braces.pop()
             if boxed and (best is None or start > best[0]):
                 best = start, position
@@ -102,11 +107,12 @@ def extract_marked_answer(response: str) -> str | None:
     """
     boxed = _find_last_boxed(response)
     hashes = max((match.end() for match in _HASHES.finditer(response)), default=-1)
-    if boxed is not None and boxed[0] > hashes:
+    after_hashes = response[hashes:].strip()
+    if boxed is not None and (boxed[0] > hashes or _HEADING.match(after_hashes)):
         return boxed[1] or None
     if hashes < 0:
         return None
-    lines = response[hashes:].strip().splitlines()
+    lines = after_hashes.splitlines()
     return lines[0].strip() if lines else None
 
 
@@ -239,7 +245,7 @@ def countdown(prompt: str, response: str, meta: Meta = None) -> RewardResult:
 
     `format`: an expression of + - * / and brackets is in \\boxed{}, after "####" or in
     <answer></answer>. `correct`: the expression also uses only meta["numbers"], each at most once,
-    and equals meta["target"].
+    and equals meta["target"]. It may end in "= value", if that is its value.
     """
     if meta is None or "numbers" not in meta or "target" not in meta:
         raise UserError(
@@ -247,11 +253,13 @@ def countdown(prompt: str, response: str, meta: Meta = None) -> RewardResult:
         )
     tagged = _TAG.findall(response)
     answer = extract_marked_answer(response) or (tagged[-1] if tagged else None)
-    evaluation = None if answer is None else evaluate_arithmetic(answer)
+    evaluation, *others = map(evaluate_arithmetic, (answer or "").split("="))
     correct = False
     if evaluation is not None:
         value, used = evaluation
-        correct = value == Fraction(meta["target"]) and not Counter(used) - Counter(
-            int(number) for number in meta["numbers"]
+        correct = (
+            value == Fraction(meta["target"])
+            and not Counter(used) - Counter(int(number) for number in meta["numbers"])
+            and all(other is None or other[0] == value for other in others)
         )
     return make_formatted_result(float(correct), evaluation is not None)

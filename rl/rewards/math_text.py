@@ -149,6 +149,7 @@ def parse_words(text: str) -> str | None:
     return (
         plain.lower()
         if marked
+        or re.fullmatch(r"[A-Z]{2,}", plain)  # AB may be a segment or choices, not a product
         or re.search(r"[^\W\d_]{4}|^(?:yes|no|odd|even|all|one|two|six|ten)$", plain, re.I)
         else None
     )
@@ -257,9 +258,9 @@ def _make_repeating_number(sign: str, whole: str, start: str, block: str) -> Fra
 
 # At most 200 characters, which bounds both the parsing time and the size of the numbers.
 _ARITHMETIC = re.compile(r"[\d\s+\-*/()]{1,200}")
+_MAX_ARITHMETIC = 1000  # characters of LaTeX
 _ARITHMETIC_SIGNS = (
-    (r"\times", "*"), (r"\cdot", "*"), (r"\div", "/"), (r"\left", ""), (r"\right", ""), ("×", "*"),
-    ("÷", "/"), ("−", "-"),
+    (r"\times", "*"), (r"\cdot", "*"), (r"\div", "/"), ("[", "("), ("]", ")"),
 )  # fmt: skip
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -270,13 +271,16 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 def evaluate_arithmetic(text: str) -> tuple[Fraction, list[int]] | None:
-    """Return (exact value, numbers used) of an expression, which may end in "= value".
+    """Return (exact value, numbers used) of an expression in plain text or LaTeX.
 
     Return None if the text is no arithmetic expression or divides by 0.
     """
+    if len(text) > _MAX_ARITHMETIC:
+        return None
+    text = re.sub(r"\\frac\{([^{}]+)\}\{([^{}]+)\}", r"((\1)/(\2))", normalize_spelling(text))
     for latex, sign in _ARITHMETIC_SIGNS:
         text = text.replace(latex, sign)
-    text = text.partition("=")[0].strip()
+    text = text.strip()
     if not _ARITHMETIC.fullmatch(text) or "**" in text or "//" in text:
         return None
     used: list[int] = []

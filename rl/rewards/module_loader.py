@@ -32,7 +32,7 @@ def load_file(path: str, label: str) -> ModuleType:
         sys.path.append(folder)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # boundary: user code
+    except (Exception, SystemExit) as error:  # boundary: user code
         del sys.modules[name]
         raise UserError(
             f"{label} file {path} failed to load: {describe_import_error(error, path)}"

@@ -8,6 +8,7 @@ A `RewardKind` combines what was declared in `register_reward` with the type of 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import threading
 from abc import ABC, abstractmethod
@@ -24,6 +25,7 @@ Meta = Mapping[str, Any] | None  # the data of a problem
 RewardItem = tuple[Any, ...]  # prompt, response, meta, and the episode if the reward takes episodes
 _MAX_CONCURRENT = 256  # maximum number of concurrent coroutines
 _KIND_ATTRIBUTE = "__reward_kind__"
+_THREAD = threading.local()  # `runner`: the event loop of the thread's coroutines
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,8 @@ class BatchCaller:
         only. Of a coroutine function, _MAX_CONCURRENT coroutines run at a time.
         """
         if self.kind.batched:
-            yield self._call_batch(items)
+            if items:
+                yield self._call_batch(items)
             return
         for start in range(0, len(items), _MAX_CONCURRENT):
             part = items[start : start + _MAX_CONCURRENT]
@@ -224,23 +227,31 @@ class RewardTimeout(Exception):
 def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run a coroutine and return its result.
 
-    If the calling thread already runs an event loop, the coroutine runs in a new thread.
+    All coroutines of a thread share an event loop: clients and locks of a reward's module are bound
+    to the loop of their first use. If the calling thread already runs another event loop, the
+    coroutine runs in a new thread.
     """
+    runner: asyncio.Runner = _THREAD.__dict__.setdefault("runner", asyncio.Runner())
+    context = contextvars.copy_context()
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
+        return runner.run(coroutine, context=context)
     result: Future[Any] = Future()
 
     def run() -> None:
         try:
-            result.set_result(asyncio.run(coroutine))
+            result.set_result(runner.run(coroutine, context=context))
         except BaseException as error:  # boundary: user code
             result.set_exception(error)
 
     # A daemon: neither Ctrl-C nor the end of the process waits for a coroutine that hangs.
     threading.Thread(target=run, daemon=True).start()
-    return result.result()
+    try:
+        return result.result()
+    except KeyboardInterrupt:
+        del _THREAD.runner  # its loop still runs the coroutine
+        raise
 
 
 def convert_number(value: Any, label: str) -> float:

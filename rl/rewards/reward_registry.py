@@ -41,7 +41,12 @@ from rl.rewards.reward_calls import (
     to_reward_result,
     try_call,
 )
-from rl.rewards.trl_adapter import adapt_reward, is_trl_style, iter_trl_settings
+from rl.rewards.trl_adapter import (
+    adapt_reward,
+    get_parameters,
+    is_trl_style,
+    iter_trl_settings,
+)
 from rl.sanitize import describe_error
 
 logger = logging.getLogger(__name__)
@@ -55,9 +60,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 class _RegistryEntry:
     target: Callable[..., Any]  # a reward function, or a class whose instances are rewards
     needs: tuple[str, ...]
-    inline_safe: bool
+    bounded: bool
     builtin: bool
-    reports: tuple[str, ...]  # metrics that are 0 if the reward gave up
+    reports: tuple[str, ...]  # all metrics of the reward, 0 if it gave up
 
 
 _REGISTRY: dict[str, _RegistryEntry] = {}
@@ -82,7 +87,7 @@ def register_reward(
     training process. `batched=True`: called once for many answers, fn(prompts, responses, metas) ->
     a reward for each. `episode=True`: called as fn(episode, meta) with the whole `Episode`,
     including all its turns (lists of both if it is batched as well). `reports`: for a built-in
-    reward, the metrics that are 0 for an answer on which it gave up.
+    reward, all its metrics, which are 0 for an answer on which it gave up.
     """
     if not name or ":" in name:
         raise UserError(
@@ -132,7 +137,7 @@ def is_builtin_reward(name: str) -> bool:
 class Reward:
     """Hold a resolved reward with its settings bound.
 
-    Calling it returns the float; `evaluate` also returns the metrics. `inline_safe`: ends by itself
+    Calling it returns the float; `evaluate` also returns the metrics. `bounded`: ends by itself
     (see `register_reward`). `builtin`: returns a number for every answer, 0 if it gives up.
     `needs`: modules to import before the first call. `batched`: many answers are best scored in a
     single call of `iter_results` (a batched function or a coroutine). `episode`: takes whole
@@ -144,7 +149,7 @@ class Reward:
     function: RewardFunction
     _: KW_ONLY
     needs: tuple[str, ...] = ()
-    inline_safe: bool = False
+    bounded: bool = False
     builtin: bool = False
     reports: tuple[str, ...] = ()
     file_address: tuple[str, str, Mapping[str, Any]] | None = None
@@ -159,7 +164,7 @@ class Reward:
         self.episode: bool = self.kind.episode or any(part.episode for part in parts)
         if parts:
             self.builtin = all(part.builtin for part in parts)
-        self.inline_safe = self.inline_safe and not self.batched
+        self.bounded = self.bounded and not self.batched
 
     def __reduce_ex__(self, protocol: Any) -> str | tuple[Any, ...]:
         if self.file_address is None:
@@ -187,7 +192,7 @@ class Reward:
         try:
             result = to_reward_result(self.function(*build_arguments(self.kind, item)))
             if self.builtin and not isfinite(result.reward):
-                result = self.give_up_result()
+                result = self.give_up_result(item)
         except Exception as error:  # boundary: an answer may break a grader in any way
             # A UserError is about the problem or the host, not about the answer.
             if not self.builtin or isinstance(error, UserError):
@@ -197,13 +202,18 @@ class Reward:
                 self.name,
                 describe_error(error),
             )
-            result = self.give_up_result()
+            result = self.give_up_result(item)
         return self._add_seconds(result, time.perf_counter() - start)
 
-    def give_up_result(self) -> RewardResult:
-        """Return the result of a built-in reward that gave up: 0, with metric `gave_up`."""
-        metrics = {name: 0.0 for part in self.parts() for name in part.reports}
-        return RewardResult(0.0, {**metrics, GAVE_UP: 1.0})
+    def give_up_result(self, item: RewardItem) -> RewardResult:
+        """Return the result of a built-in reward that gave up: 0, or of a combined reward the
+        result whose parts all gave up, with metric `gave_up`.
+        """
+        result = RewardResult(0.0, dict.fromkeys(self.reports, 0.0))
+        if isinstance(self.function, CombinedReward):
+            parts = [part.give_up_result(item) for part in self.function.part_rewards()]
+            result = self.function.combine_results(item, parts)
+        return replace(result, metrics={**result.metrics, GAVE_UP: 1.0})
 
     def evaluate_many(self, items: Sequence[RewardItem]) -> list[RewardResult | BaseException]:
         """Return the result of each item, or the exception that it raised."""
@@ -320,17 +330,17 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
             "pass your function as 'module:function'"
         )
     function = _bind_settings(spec, entry.target, settings)
-    needs, inline_safe = entry.needs, entry.inline_safe
+    needs, bounded = entry.needs, entry.bounded
     if isinstance(function, CombinedReward):
         # Bounded if all parts are bounded; needs the modules of all parts.
         parts = function.part_rewards()
         needs = tuple(module for part in parts for module in part.needs)
-        inline_safe = all(part.inline_safe for part in parts)
+        bounded = all(part.bounded for part in parts)
     return Reward(
         spec,
         function,
         needs=needs,
-        inline_safe=inline_safe,
+        bounded=bounded,
         builtin=entry.builtin,
         reports=entry.reports,
     )
@@ -346,7 +356,7 @@ def _iter_settings(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     These are all parameters of a class; of a function those after (prompt, response, meta) or
     (episode, meta).
     """
-    parameters = list(inspect.signature(target).parameters.values())
+    parameters = list(get_parameters(target).values())
     if isinstance(target, type):
         yield from parameters
         return
@@ -398,7 +408,7 @@ def _resolve_address(spec: str, settings: Mapping[str, Any]) -> Reward:
         )
     try:
         module = importlib.import_module(location)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:  # boundary: user code
         raise UserError(
             f"reward {spec!r}: importing {location!r} failed ({type(error).__name__}: {error}); it "
             "must be importable from the current environment (PYTHONPATH), or be passed as "

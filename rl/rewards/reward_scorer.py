@@ -70,11 +70,22 @@ class PendingScore(Future[Score]):
 
     deadline = None  # each item before this one has its time limit
 
-    def __init__(self, prompt: str, item: Any, on_request: Callable[[], None] | None = None):
+    def __init__(
+        self,
+        prompt: str,
+        item: Any,
+        on_request: Callable[[], None] | None = None,
+        response: str = "",
+    ):
         super().__init__()
         self.prompt, self.item, self.immediate = prompt, item, False
+        self.response = response
         self.has_lost_connection = False  # to the machine that scored it, once
         self._on_request = on_request
+
+    def cancel(self) -> bool:
+        """Return False: a worker may be computing the score already."""
+        return False
 
     def done(self) -> bool:
         self._request()
@@ -256,7 +267,8 @@ class Scorer:
         first score is waited for.
         """
         item: RewardItem = (prompt, response, dict(meta) if meta is not None else None, episode)
-        pending = PendingScore(prompt, item, self._flush if self.reward.batched else None)
+        on_request = self._flush if self.reward.batched else None
+        pending = PendingScore(prompt, item, on_request, response)
         if self.place == "inline":
             self._finish(pending, *iter_scores(self.reward, [item]))
             pending.immediate = True
@@ -329,8 +341,9 @@ class Scorer:
             self._lock.notify_all()
         for pending in remaining:
             self._finish(pending, make_failed_score("error", "was not run: the scorer was closed"))
+        deadline = time.monotonic() + 5.0
         for thread in self._threads:
-            thread.join(timeout=5.0)
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
         atexit.unregister(self.close)
 
     def __enter__(self) -> Scorer:
@@ -356,7 +369,7 @@ class Scorer:
                 self.counts[_FAILURE_COUNTS[reply.failure]] += 1
         score = reply
         if give_up:
-            result = self.reward.give_up_result()
+            result = self.reward.give_up_result((pending.prompt, pending.response, None))
             score = Score(result.reward, result.metrics)
         elif reply.failure is not None:
             error = f"reward {self.reward.name!r} {reply.error} (prompt {_shorten(pending.prompt)})"
@@ -552,7 +565,7 @@ def _count_cores() -> int:
 
 
 def _select_place(reward: Reward) -> WorkerPlace:
-    if reward.inline_safe:
+    if reward.bounded:
         return "inline"
     try:
         payload = pickle.dumps(reward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 from rl.errors import UserError
 from rl.rewards.reward_calls import CombinedReward, Meta, RewardItem, RewardPartError, RewardResult
@@ -82,8 +82,10 @@ class LengthPenalty:
         penalty_scale: float = 0.01,
         unit: Literal["words", "characters"] = "words",
     ):
-        if target_length < 0:
-            raise UserError(f"length_penalty: target_length is at least 0, got {target_length}")
+        if not isinstance(target_length, int | float) or target_length < 0:
+            raise UserError(
+                f"length_penalty: target_length is a number of at least 0, got {target_length!r}"
+            )
         if not penalty_scale >= 0:
             raise UserError(
                 "length_penalty: penalty_scale is at least 0 (the reward is its negative), "
@@ -179,9 +181,14 @@ class CompositeReward(CombinedReward):
         settings: Mapping[str, Mapping[str, Any]] | None = None,
     ):
         settings = settings or {}
-        if not weights:
+        if (
+            not isinstance(weights, Mapping)
+            or not weights
+            or not all(isinstance(weight, SupportsFloat) for weight in weights.values())
+        ):
             raise UserError(
-                "composite: weights is {reward: weight} with at least one reward, got none"
+                "composite: weights is {reward: weight} with at least one reward, each weight a "
+                f"number, got {weights!r}"
             )
         stray = sorted(set(settings) - set(weights))
         if stray:
@@ -210,5 +217,7 @@ class CompositeReward(CombinedReward):
             total += weight * result.reward
             seconds |= result.seconds
             for key, value in {part.short_name: result.reward, **result.metrics}.items():
-                metrics[key if key not in metrics else f"{part.short_name}/{key}"] = value
+                while key in metrics:
+                    key = f"{part.short_name}/{key}"
+                metrics[key] = value
         return RewardResult(total, metrics, seconds)

@@ -31,10 +31,11 @@ def is_trl_style(target: Callable[..., Any]) -> bool:
 
     Such a function has a parameter `completions`.
     """
-    return "completions" in _get_parameters(target)
+    return "completions" in get_parameters(target)
 
 
-def _get_parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def get_parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters by name; none of a function without a signature."""
     try:
         return inspect.signature(target).parameters
     except (TypeError, ValueError):  # written in C: it has no signature
@@ -45,7 +46,7 @@ def iter_trl_settings(target: Callable[..., Any]) -> Iterator[inspect.Parameter]
     """Iterate over the parameters of a TRL-style function that may be settings: those with a
     default.
     """
-    for parameter in _get_parameters(target).values():
+    for parameter in get_parameters(target).values():
         if (
             parameter.kind is inspect.Parameter.VAR_KEYWORD
             or parameter.default is not inspect.Parameter.empty
@@ -61,7 +62,7 @@ def adapt_reward(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if is_trl_style(function):
         return TRLReward(name, function)
-    kind, parameters = get_reward_kind(function), _get_parameters(function)
+    kind, parameters = get_reward_kind(function), get_parameters(function)
     if parameters:
         example_arguments: tuple[Any, ...] = (
             ([], [], []) if kind.batched else ("prompt", "response", {})
@@ -89,16 +90,16 @@ class TRLReward:
     def __init__(self, name: str, function: Callable[..., Any]):
         self.name, self.function = name, function
         set_reward_kind(self, RewardKind(batched=True))
-        bound_settings = (
+        self._bound_settings = (
             set(function.keywords) if isinstance(function, functools.partial) else set()
         )
-        parameters = _get_parameters(function)
+        parameters = get_parameters(function)
         self._takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         columns = [
             p
             for p in parameters.values()
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-            and p.name not in {*_LIST_PARAMETERS, *bound_settings}
+            and p.name not in {*_LIST_PARAMETERS, *self._bound_settings}
         ]
         self.columns = tuple(p.name for p in columns if p.default is inspect.Parameter.empty)
         self._optional = tuple(p.name for p in columns if p.default is not inspect.Parameter.empty)
@@ -130,7 +131,7 @@ class TRLReward:
                     )
             fields[name] = [row[name] for row in rows]
         for key in optional_columns:
-            if key not in fields and key not in _LIST_PARAMETERS:
+            if key not in {*fields, *_LIST_PARAMETERS, *self._bound_settings}:
                 fields[key] = [row.get(key) for row in rows]
         completions: list[Any] = [
             response if chat is None else [{"role": "assistant", "content": response}]

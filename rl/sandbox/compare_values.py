@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -56,13 +56,21 @@ def compare_unordered(value: Any, expected: Any) -> bool:
     """
     if not (isinstance(value, _COLLECTIONS) and isinstance(expected, _COLLECTIONS)):
         return compare_texts(_sort_lines, value, expected)
-    rest = list(expected)
-    for item in value:
+    counts: Counter[Any] = Counter()
+    others: list[Any] = []  # items of `value` without a hash, compared pair by pair
+    rest: list[Any] = []  # those of `expected`
+    for items, unhashable, sign in ((value, others, 1), (expected, rest, -1)):
+        for item in items:
+            try:
+                counts[_make_key(item)] += sign
+            except TypeError:
+                unhashable.append(item)
+    for item in others:
         match = next((i for i, other in enumerate(rest) if compare_exact(item, other)), None)
         if match is None:
             return False
         rest.pop(match)
-    return not rest
+    return not rest and not any(counts.values())
 
 
 def compare_wrapped(value: Any, expected: Any) -> bool:
@@ -82,6 +90,17 @@ COMPARERS: dict[str, Callable[[Any, Any], bool]] = {
     "sets": compare_unordered,
     "wrapped": compare_wrapped,
 }
+
+
+def _make_key(item: Any) -> Any:
+    """Return a key that two items share if `compare_exact` holds for them, and only then."""
+    if isinstance(item, list | tuple):
+        return list, *map(_make_key, item)
+    if isinstance(item, set | frozenset):
+        return type(item), frozenset(_with_types(item))
+    if isinstance(item, dict):
+        return dict, frozenset((type(key), key, _make_key(item[key])) for key in item)
+    return type(item), item
 
 
 def _split_lines(text: str) -> list[str]:

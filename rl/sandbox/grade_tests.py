@@ -26,7 +26,7 @@ from rl.sandbox.zygote_launch import find_pytest_folder
 
 Verdict = tuple[bool, str]
 _BUILD_SECONDS = 30.0
-_END_SECONDS = 10.0
+_END_REPLY_SECONDS = 10.0
 # Total length of the ranges in a decoded value, outside of the sandbox
 MAX_RANGE_LENGTH = 1 << 24
 _IMPORT_SECONDS = 10.0  # of pytest, before its first verdict
@@ -82,7 +82,7 @@ def compile_program(job: WorkerJob, language: str, limits: SandboxLimits) -> Jso
     message |= {"argv": _fill_command(language, about.build), "address_space": False}
     seconds = min(_BUILD_SECONDS, limits.total_s)
     reply = job.request({**message, "wall_s": seconds}, seconds)
-    return None if reply["code"] == 0 and not reply["by"] else reply
+    return None if reply["code"] == 0 and not reply["ended_by"] else reply
 
 
 def grade_dialogues(
@@ -133,7 +133,8 @@ def grade_calls(job: WorkerJob, tests: Calls, limits: SandboxLimits) -> Iterator
                 answer = reply_parser.read_answer(message, reply["number"], len(plain))
                 verdict = _grade_answer(answer, tests.compare, expected)
             except reply_parser.ForgedMessageError as error:
-                job.request({"do": "end"}, _END_SECONDS)  # the next call gets another candidate
+                # the next call gets another candidate
+                job.request({"do": "end"}, _END_REPLY_SECONDS)
                 verdict = False, f"forged: {show(str(error), 300)}"
         yield verdict
 
@@ -188,7 +189,7 @@ def _failed_verdict(
     """
     if "ended" not in reply:
         return None
-    by = reply["by"]
+    by = reply["ended_by"]
     if by == "load":
         return False, f"load: {reply.get('text', '')}"
     if by == "timeout" and wall_s < limits.wall_s:
@@ -264,7 +265,7 @@ def grade_pytest(
     )
     verdicts = _read_verdicts(reply, limits)
     rest = "skipped" if early_stop else "error: not run"
-    if reply["by"]:
+    if reply["ended_by"]:
         rest = f"{verdicts[-1][1].partition(':')[0]}: not run, the program had ended"
     yield from verdicts
     yield from [(False, rest)] * (reply["collected"] - len(verdicts))
@@ -275,8 +276,8 @@ def _read_verdicts(reply: JsonObject, limits: SandboxLimits) -> list[Verdict]:
     candidate.
     """
     verdicts = [(bool(ok), str(reason)) for ok, reason in reply["verdicts"]]
-    if reply["by"]:
-        by = "" if reply["by"] == "tester" else reply["by"]
-        failed = _failed_verdict({**reply, "by": by}, limits, limits.wall_s, serving=True)
+    if reply["ended_by"]:
+        by = "" if reply["ended_by"] == "tester" else reply["ended_by"]
+        failed = _failed_verdict({**reply, "ended_by": by}, limits, limits.wall_s, serving=True)
         verdicts.append(failed or (False, "error: no verdict"))
     return verdicts

@@ -60,7 +60,7 @@ class PythonSession:
             return SessionTurn("", str(error), None, "lost", seconds)
         if "ended" in reply:
             self._end()
-            by = reply["by"] or ("signal" if reply["signal"] else "exit")
+            by = reply["ended_by"] or ("signal" if reply["signal"] else "exit")
             return SessionTurn(reply["stdout"], reply["stderr"], None, by, reply["wall_s"])
         by, value = _read_value(reply)
         if by:

@@ -78,9 +78,8 @@ class Sandbox:
         else:
             self.kind, start = find_sandbox(mode, without, self.packages)
             self._worker_pool = WorkerPool(start, self.workers)
-        self._sessions = 0
         self._lock = threading.Lock()
-        # The result is None if the first grading failed or was lost.
+        # Of a grading that raised or lost its sandbox the future's result is None.
         self._cache: OrderedDict[str, Future[Grade | None]] = OrderedDict()
 
     # --------------------------------------------------------------------------------------- public
@@ -115,7 +114,7 @@ class Sandbox:
             return ProgramRun(
                 "", str(error), None, None, False, "lost", time.monotonic() - start, 0.0
             )
-        by = reply["by"]
+        by = reply["ended_by"]
         return ProgramRun(
             reply["stdout"],
             reply["stderr"],
@@ -156,9 +155,9 @@ class Sandbox:
             self._cache.move_to_end(key)
         assert future is not None
         if not is_first:  # samples of a group are often the same program
-            shared = future.result()
-            if shared is not None:
-                return dataclasses.replace(shared, cached=True)
+            grade = future.result()
+            if grade is not None:
+                return dataclasses.replace(grade, cached=True)
             return self._grade(program, tests, limits, early_stop)
         grade = None
         try:
@@ -200,12 +199,9 @@ class Sandbox:
         """
         if self._service is not None:
             raise UserError(f"a session needs a local sandbox, this sandbox is a {self.kind}")
-        with self._lock:
-            self._sessions += 1
-            number = self._sessions
         return PythonSession(
             self._worker_pool,
-            self._worker_pool.add_worker(number),
+            self._worker_pool.add_worker(),
             self._build_job("", "python", files, limits or self.limits),
         )
 
@@ -227,15 +223,16 @@ class Sandbox:
         if language not in LANGUAGES:
             raise UserError(f"language {language!r} is unknown, expected: {', '.join(LANGUAGES)}")
         find_command(language)
+        program_file = LANGUAGES[language].file
         for name in files or {}:
-            if not name or name.startswith("/") or ".." in name.split("/"):
+            if not name or name.startswith(("/", f"{program_file}/")) or ".." in name.split("/"):
                 raise UserError(
-                    f"a file next to a program needs a name within its folder, got {name!r}"
+                    f"a file next to a program needs a name within its folder, which has the "
+                    f"program as {program_file}; got {name!r}"
                 )
-        name = LANGUAGES[language].file
         return {
             "program": program,
-            "files": {**(files or {}), name: program},
+            "files": {**(files or {}), program_file: program},
             "limits": dataclasses.asdict(limits),
             "keep": ["program"],
         }

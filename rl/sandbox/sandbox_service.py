@@ -8,11 +8,11 @@ from __future__ import annotations
 import ast
 import base64
 import dataclasses
+import http.client
 import json
 import operator
 import secrets
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 
@@ -132,7 +132,13 @@ class SandboxService:
             out = str(ran.get("stdout") or "")
             err = str(ran.get("stderr") or response.get("message") or "")
             seconds = float(ran.get("execution_time") or time.monotonic() - start)
-        except (OSError, urllib.error.URLError, ValueError, AttributeError, TypeError) as error:
+        except (
+            OSError,  # urllib.error.URLError is one
+            http.client.HTTPException,
+            ValueError,
+            AttributeError,
+            TypeError,
+        ) as error:
             raise SandboxLost(f"{type(error).__name__}: {error}") from error
         late = "TimeLimit" in status
         code = None if late or not isinstance(code, int) else code

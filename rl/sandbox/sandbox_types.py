@@ -14,6 +14,7 @@ from typing import Any
 
 from rl.errors import UserError
 from rl.sandbox.compare_values import COMPARERS
+from rl.sandbox.inside.value_display import show
 
 Compare = str | Callable[[Any, Any], bool]
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -70,7 +71,11 @@ class StdinStdoutTests:
     language: str = "python"
 
     def __post_init__(self) -> None:
+        """Raise UserError for an unknown comparer, or for a case that is not two texts."""
         _check_comparer(self.compare)
+        for case in self.cases:
+            if not all(isinstance(text, str) for text in case):
+                raise UserError(f"a case is a pair of texts (stdin, stdout), got {show(case)}")
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,14 @@ class Calls:
     compare: Compare = "exact"
 
     def __post_init__(self) -> None:
+        """Raise UserError for an unknown comparer, or for arguments that are not a collection."""
         _check_comparer(self.compare)
+        for arguments, _ in self.cases:
+            if not isinstance(arguments, list | tuple | Mapping):
+                raise UserError(
+                    f"the arguments of {self.function} are a list, a tuple or a mapping, got "
+                    f"{show(arguments)} ({type(arguments).__name__}): write [[argument], result]"
+                )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ monitor.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import secrets
@@ -22,6 +23,7 @@ from rl.sandbox.zygote_launch import Zygote
 
 _GRACE_SECONDS = 1.0  # beyond the limit of a run, which its monitor enforces
 _FREE_SECONDS = 10.0
+_MAX_WORKERS_PER_CORE = 1024
 _BROKEN_CONNECTION = (message_framing.ConnectionClosedError, message_framing.BadMessage)
 
 
@@ -33,12 +35,13 @@ class SandboxLost(Exception):
 
 @dataclass(eq=False)
 class SandboxWorker:
-    """Hold a zygote, started on first use and restarted after a loss. `cores`: the CPU cores that
-    its programs run on.
+    """Hold a zygote, started on first use and restarted after a loss. `core`: the CPU core that
+    its programs run on. `core_claim`: the socket that claims the core.
     """
 
     start: Callable[[], Zygote]
-    cores: list[int]
+    core: int
+    core_claim: socket.socket
     zygote: Zygote | None = None
 
     def open(self, job: JsonObject) -> WorkerJob:
@@ -57,7 +60,7 @@ class SandboxWorker:
         with open_channel() as (monitor_socket, zygote_end):
             message_framing.send(zygote.control, {"job": True}, (zygote_end.fileno(),))
         opened = WorkerJob(monitor_socket, secrets.token_hex(16))
-        opened.request({**job, "do": "begin", "nonce": opened.nonce, "cores": self.cores}, 10.0)
+        opened.request({**job, "do": "begin", "nonce": opened.nonce, "cores": [self.core]}, 10.0)
         return opened
 
     def close(self, job: WorkerJob) -> None:
@@ -104,55 +107,68 @@ class WorkerJob:
         return reply
 
 
+def _claim_core() -> tuple[int, socket.socket]:
+    """Return the core with the fewest sandbox workers of this host, of all processes, and the
+    socket whose name claims it: the kernel frees the name when the socket or its process ends.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    cores = sorted(os.sched_getaffinity(0))
+    for number, core in itertools.product(range(_MAX_WORKERS_PER_CORE), cores):
+        with contextlib.suppress(OSError):  # another worker has this name
+            claim.bind(f"\0whetstone-core-{core}-{number}")
+            return core, claim
+    return cores[0], claim
+
+
 class WorkerPool:
-    """Hold `count` slots, each pinned to a core."""
+    """Hold `count` workers, each pinned to a core."""
 
     def __init__(self, start: Callable[[], Zygote], count: int):
         self._start = start
-        self._cores = sorted(os.sched_getaffinity(0))
         self._idle_workers: queue.LifoQueue[SandboxWorker | None] = queue.LifoQueue()
         self._lock = threading.Lock()
         self._workers: list[SandboxWorker] = []
         self.closed = False
-        for number in range(count):
-            self._idle_workers.put(self.add_worker(number))
+        for _ in range(count):
+            self._idle_workers.put(self.add_worker())
 
-    def add_worker(self, number: int) -> SandboxWorker:
-        """Create a slot outside of the queue of free slots, for a session."""
-        slot = SandboxWorker(self._start_zygote, [self._cores[number % len(self._cores)]])
+    def add_worker(self) -> SandboxWorker:
+        """Create a worker outside of the queue of idle workers, for a session."""
+        worker = SandboxWorker(self._start_zygote, *_claim_core())
         with self._lock:
-            self._workers.append(slot)
-        return slot
+            self._workers.append(worker)
+        return worker
 
-    def remove_worker(self, slot: SandboxWorker) -> None:
-        """Remove a slot and kill its zygote. A second call does nothing."""
-        slot.kill_zygote()
+    def remove_worker(self, worker: SandboxWorker) -> None:
+        """Remove a worker and kill its zygote. A second call does nothing."""
+        worker.kill_zygote()
+        worker.core_claim.close()
         with self._lock:
-            if slot in self._workers:
-                self._workers.remove(slot)
+            if worker in self._workers:
+                self._workers.remove(worker)
 
     @contextlib.contextmanager
     def open_job(self, job: JsonObject) -> Any:
-        """Run a job in the next free slot. Raises SandboxLost."""
-        slot = self._take_worker()
+        """Run a job in the next idle worker. Raises SandboxLost."""
+        worker = self._take_worker()
         try:
-            opened = slot.open(job)
+            opened = worker.open(job)
             try:
                 yield opened
             except SandboxLost:
-                slot.kill_zygote()
+                worker.kill_zygote()
                 raise
-            finally:  # also if the caller raises: the slot stays usable
-                slot.close(opened)
+            finally:  # also if the caller raises: the worker stays usable
+                worker.close(opened)
         finally:
-            self._idle_workers.put(slot)
+            self._idle_workers.put(worker)
 
     def _take_worker(self) -> SandboxWorker:
-        slot = None if self.closed else self._idle_workers.get()
-        if slot is None:
+        worker = None if self.closed else self._idle_workers.get()
+        if worker is None:
             self._idle_workers.put(None)  # wakes the next waiting thread
             raise UserError("this sandbox is closed: create a new Sandbox")
-        return slot
+        return worker
 
     def close(self) -> None:
         """Kill all zygotes. A second call does nothing."""
@@ -160,10 +176,10 @@ class WorkerPool:
             if self.closed:
                 return
             self.closed = True
-            slots = list(self._workers)
+            workers = list(self._workers)
         self._idle_workers.put(None)
-        for slot in slots:
-            slot.kill_zygote()
+        for worker in workers:
+            self.remove_worker(worker)
 
     def _start_zygote(self) -> Zygote:
         if not self.closed:

@@ -341,6 +341,9 @@ def test_countdowns_solutions_are_right_by_pythons_own_arithmetic():
         (r"\boxed{4/(2-2)}", 0, 0), (r"\boxed{2**3**4**99}", 0, 0), (r"\boxed{}", 0, 0),
         (r"\boxed{__import__('os').getpid()}", 0, 0),
         (r"\boxed{" + "(" * 150 + "2" + ")" * 49 + "}", 0, 0),
+        (r"\boxed{(2+3)*4.}", 1, 1), (r"\boxed{$(2+3)*4$}", 1, 1), ("#### [2+3]*4.", 1, 1),
+        (r"\boxed{4 \div \frac{2}{3} \cdot 20}", 0, 1), (r"\boxed{\frac{4}{3-2}}", 0, 1),
+        ("<answer>(2+3)*4 = 21</answer>", 0, 1), ("<answer>(2+3)*4 = 20</answer>", 1, 1),
     ],
 )  # fmt: skip
 def test_countdown_by_hand(response: str, correct: int, has_format: int):
@@ -353,6 +356,7 @@ def test_countdown_by_hand(response: str, correct: int, has_format: int):
 def test_what_countdown_evaluates_is_exact():
     assert evaluate_arithmetic("1/3+1/3+1/3") == (1, [1, 3, 1, 3, 1, 3])
     assert evaluate_arithmetic("-(2-5)*2") == (6, [2, 5, 2])
+    assert evaluate_arithmetic(r"\frac{12}{4}+4") == (7, [12, 4, 4])
 
 
 def test_one_liners_do_what_their_tests_say():

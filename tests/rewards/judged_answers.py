@@ -46,6 +46,12 @@ x \in [-2,7] ⇒ [-2,7] ; x\in[-2,7] ≠ (-2,7) ; y \in [-2,7] ; -2,7
 x=1, y=2 ⇒ x=1, y=2 ; y=2, x=1 ; 1, 2 ≠ x=2, y=1 ; 2, 1 ; x=1
 58,500 ⇒ 58500 ; 58,500 ; 58{,}500 ; 58,\!500 ≠ 58, 501 ; 58.5 ; 585 ; 58
 100, 200 ⇒ 100,200 ; 200,100 ≠ 100 ; (100,200) ; 200
+5 ⇒ 5 ≠ 5\text{ or 6} ; 5 \text{ and 6}
+5,6 ⇒ 5 \text{ or } 6 ; 5\text{ or 6} ≠ 5\text{ order 6}
+# clock times and dates, which are no ratios and differences
+2:30 ⇒ 2:30 ; 02:30 ≠ 1:15 ; 12:30
+3:10 ⇒ 3:10 ; 3/10 ≠ 10:3
+2024-01-02 ⇒ 2024-01-02 ≠ 2021 ; 2024-01-03
 # percent
 3 ⇒ ≠ 3\% ; 3% ; 3 \text{ percent} ; 300\%x
 3\% ⇒ 3\% ; 3% ; 3 ; 0.03 ; \frac{3}{100} ; 3 \text{ percent} ; 3.0\% ≠ 0.3 ; 30\% ; 300 ; 0.03\%
@@ -148,6 +154,8 @@ e^2 ⇒ e^{2} ; e \cdot e ; \exp(2) ≠ 7.389 ; 2e ; e^3
 # words
 \text{east} ⇒ east ; East ; \text{East} ; \textbf{east} ; \text{ east } ≠ seat ; west ; eas ; e ;
     easts
+ABC ⇒ ABC ; \text{ABC} ≠ BAC ; ACB ; AB
+\angle ABC ⇒ \angle ABC ; \angle CBA ≠ \angle ACB ; \angle ABD
 \text{(C)} ⇒ C ; (C) ; \text{C} ; \text{(C)} ; \textbf{(C)} ; (\text{C}) ≠ B ; \text{(B)} ; D ; CC
 \text{Evelyn} ⇒ Evelyn ; evelyn ; \text{Evelyn} ≠ Eve ; Evelyn and Bob ; Bob
 even ⇒ \text{even} ; Even ≠ odd ; neve ; event

@@ -17,7 +17,7 @@ from rl.config import DataSettings
 from rl.data import load_problems
 from rl.errors import UserError
 from rl.rewards import RewardResult, Scorer, code, resolve_reward
-from rl.sandbox import Asserts, Calls, Pytest, Sandbox, StdinStdoutTests
+from rl.sandbox import Asserts, Calls, Grade, Pytest, Sandbox, StdinStdoutTests
 from rl.trainer import find_sandbox_kind, resolve_stage_reward
 
 REPO = Path(__file__).resolve().parents[2]
@@ -130,6 +130,11 @@ def test_the_forms_of_tests(meta: Any, language: str, tests: Any, function: str 
     ({"tests": {"style": "calls", "cases": []}}, "python",
      "of style calls has cases, compare, function; got cases"),
     ({"tests": {**CALLS, "cases": [[1]]}}, "python", "each a pair of input and expected result"),
+    ({"tests": {**CALLS, "cases": [["abc", "cba"]]}}, "python",
+     r"the arguments of f are a list.*got abc \(str\)"),
+    ({"tests": {**CALLS, "cases": [[[3], 3], [3, 3]]}}, "python", r"got 3 \(int\)"),
+    ({"tests": {**DIALOGUES, "cases": [["5", 42]]}}, "python", r"pair of texts.*got \('5', 42\)"),
+    ({"tests": {**DIALOGUES, "cases": [[5, "42"]]}}, "python", r"pair of texts.*got \(5, '42'\)"),
     ({"tests": {"style": "asserts", "asserts": ["x"], "timeout": 3}}, "python",
      "got asserts, timeout"),
     ({"tests": ["assert f()"]}, "cpp",
@@ -257,6 +262,18 @@ def test_a_sandbox_stays_where_it_was_made(kind: str):
     copied = pickle.loads(pickle.dumps(reward))
     assert copied.function._sandbox is None and reward.function.sandbox() is sandbox
     sandbox.close()
+
+
+def test_a_program_whose_sandbox_is_lost_twice_is_not_scored(monkeypatch: Any, kind: str):
+    grades = [Grade([True, False], ["ok", "lost: no memory"], 0.0), Grade([True], ["ok"], 0.0)]
+    monkeypatch.setattr("rl.sandbox.Sandbox.grade", lambda *_, **__: grades.pop(0))
+    reward = resolve_reward("code_tests")
+    answer = ("", fence_program("def f(x): return 1"), {"tests": ["assert f(0) == 1"]})
+    assert reward.evaluate(*answer).metrics["correct"] == 1.0  # the second attempt counts
+    grades = [Grade([False], ["lost: no memory"], 0.0)] * 2
+    with pytest.raises(UserError, match="neither of two attempts .*no memory"):
+        reward.evaluate(*answer)
+    reward.function.sandbox().close()
 
 
 def test_the_kind_of_sandbox_is_found_before_anything_is_loaded(kind: str):

@@ -104,6 +104,8 @@ def find_differences(
     (r"$\boxed 7$, so \boxed{3}", "3"),
     (r"\boxed{1} then \boxed {2", "1"),
     (r"} \boxed{3}", "3"),
+    (r"\boxed{\left\{ x=1 \right.}", r"\left\{ x=1 \right."),
+    (r"\boxed{x \in \{1, 2)}", r"x \in \{1, 2)"),
     (r"\boxed{}", None),
     (r"\boxed", None),
     ("4", None),
@@ -119,6 +121,12 @@ def test_boxes_as_math_writes_them(text: str, answer: str | None):
     ("####", None),
     ("##### 5", None),
     ("\\boxed{25}. ######\n rest", "25"),  # a rule
+    ("\\boxed{25}\n\n#### **Check**\nfine", "25"),  # a heading
+    ("#### east", "east"),
+    ("#### Final Answer\n\n42", "42"),
+    ("#### **Answer:** 42", "42"),
+    ("#### The final answer is 42", "42"),
+    ("#### answered", "answered"),
 ])  # fmt: skip
 def test_the_last_mark_counts_and_a_rule_is_none(text: str, answer: str | None):
     assert extract_marked_answer(text) == answer

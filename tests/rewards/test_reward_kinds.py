@@ -51,6 +51,13 @@ async def waits(prompt, response, meta, factor=1.0):
     if "nonsense" in response: return [1]
     return factor * len(response)
 
+LOCK = asyncio.Semaphore(1)  # bound to the event loop of its first contention
+
+async def waits_in_turn(prompt, response, meta):
+    async with LOCK:
+        await asyncio.sleep(0.01)
+    return 1.0
+
 def slow(prompt, response, meta):
     time.sleep(1000 if "hang" in response else 0.3)
     return 1.0
@@ -181,6 +188,22 @@ def test_a_coroutine_of_the_script_itself_runs_in_a_thread_and_by_itself():
     assert asyncio.run(inside()) == 2.0
 
 
+def test_coroutines_of_later_calls_share_the_event_loop_of_the_first(reward_file):
+    reward = resolve_reward(f"{reward_file}:waits_in_turn")
+    items = [("p", "x", None)] * 3
+
+    async def inside():
+        return reward.evaluate_many(items)
+
+    for results in (*(reward.evaluate_many(items) for _ in range(2)), asyncio.run(inside())):
+        assert [getattr(result, "reward", result) for result in results] == [1.0] * 3
+
+
+@pytest.mark.parametrize("name", ["lengths", "waits", "all_turns"])
+def test_a_call_without_items_has_no_results(reward_file, name):
+    assert resolve_reward(f"{reward_file}:{name}").evaluate_many([]) == []
+
+
 EPISODE = Episode(
     [
         {"role": "user", "content": "2*3?"},
@@ -215,7 +238,7 @@ def test_a_sum_of_all_kinds_at_once(reward_file):
         f"{reward_file}:turns": 10.0,
     }
     reward = resolve_reward("composite", weights=weights)
-    assert reward.batched and reward.episode and not reward.inline_safe
+    assert reward.batched and reward.episode and not reward.bounded
     with Scorer(reward) as scorer:
         pending = [
             scorer.submit("p", response, {"answer": "6", "n": n}, EPISODE)
@@ -284,7 +307,7 @@ def test_length_by_correctness_is_the_papers_curve():
     assert reward("", "46 " * 8, {"answer": "46"}) == -10.0
     result = reward.evaluate("", "46", {"answer": "46"})
     assert result.metrics == {"exact_match": 1.0, "correct": 1.0, "length": 1.0}
-    assert reward.inline_safe is True
+    assert reward.bounded is True
 
 
 def test_the_share_of_a_script():
@@ -298,6 +321,9 @@ def test_the_share_of_a_script():
 
 @pytest.mark.parametrize(("spec", "settings", "message"), [
     ("repetition", {"n": 0}, "n is a whole number from 1"),
+    ("length_penalty", {"target_length": "9"}, "target_length is a number .* got '9'"),
+    ("composite", {"weights": {"exact_match": "x"}}, "each weight a number, got {'exact_match"),
+    ("composite", {"weights": ["exact_match"]}, "each weight a number, got \\['exact_match"),
     ("repetition", {"scale": -1.0}, "scale is at least 0"),
     ("repetition", {"unit": "tokens"}, "'words' or 'characters'"),
     ("cosine_length", {"max_length": 0}, "max_length is at least 1"),

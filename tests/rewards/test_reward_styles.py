@@ -100,6 +100,7 @@ def test_functions_of_lists_get_columns_and_settings_and_batches(file):
     count = resolve_reward(f"{file}:count")
     assert rewards_of(count.evaluate_many(items)) == [4.0] * 4, "one call"
     assert resolve_reward(f"{file}:scaled", scale=3.0)("", "", {}) == 3.0
+    assert resolve_reward(f"{file}:scaled", scale=3.0)("", "", {"scale": 7}) == 3.0
     assert resolve_reward(f"{file}:scaled")("", "", {}) == 1.0
     assert resolve_reward(f"{file}:waits_in_lists")("", "", {}) == 1.0
     with pytest.raises(KeyError, match="takes the column 'answer', but the row has 'b'"):

@@ -105,8 +105,17 @@ def test_a_bad_spec_or_setting_says_what_is_expected(spec, settings, message):
         resolve_reward(spec, **settings)
 
 
-def test_a_reward_file_that_is_missing_or_broken_is_named_once(tmp_path):
+def test_a_reward_file_that_is_missing_or_broken_is_named_once(tmp_path, monkeypatch):
     broken = tmp_path / "my_reward.py"
+    broken.write_text("raise SystemExit(3)")
+    for _ in range(2):  # the half-loaded module is not kept
+        with pytest.raises(ValueError, match=r"my_reward\.py failed to load: SystemExit: 3"):
+            resolve_reward(f"{broken}:f")
+    monkeypatch.syspath_prepend(tmp_path)
+    for spec in ("my_reward:f", ".my_reward:f"):
+        with pytest.raises(ValueError, match=f"importing '{spec[:-2]}' failed"):
+            resolve_reward(spec)
+    assert resolve_reward(max).name == "max"  # a function in C has no signature
     broken.write_text("x = 1\ndef f(:\n")
     with pytest.raises(
         ValueError, match=r"my_reward\.py failed to load: SyntaxError in line 2"
@@ -198,9 +207,24 @@ def test_composite_is_the_weighted_sum_and_logs_each_part():
         "length_penalty": pytest.approx(-0.02),
         "length": 1.0,
     }
-    assert reward.inline_safe and not reward.needs
+    assert reward.bounded and not reward.needs
     heavy = resolve_reward("composite", weights={"math_correctness": 1.0, "exact_match": 1.0})
-    assert not heavy.inline_safe and heavy.needs == ("math_verify",)
+    assert not heavy.bounded and heavy.needs == ("math_verify",)
+
+
+def test_metrics_of_parts_with_the_same_names_are_all_logged():
+    def parts(value):
+        def part(prompt, response, meta=None):
+            return RewardResult(value, {"correct": value})
+
+        return resolve_reward(part)
+
+    composite = resolve_reward("composite", weights={"exact_match": 1.0}).function
+    composite.parts = [(parts(value), 1.0) for value in (1.0, 2.0, 3.0)]
+    assert composite("", "").metrics == {
+        "part": 1.0, "correct": 1.0, "part/part": 2.0, "part/correct": 2.0,
+        "part/part/part": 3.0, "part/part/correct": 3.0,
+    }  # fmt: skip
 
 
 def test_gsm8k_by_hand():

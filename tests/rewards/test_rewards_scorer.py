@@ -2,6 +2,7 @@
 the time limit, and is named.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -153,6 +154,22 @@ def test_waiting_answers_are_shared_among_idle_workers(message_sizes, module):
         message_sizes.clear()
         scorer.score_many([("", "", None)] * 4)
     assert message_sizes == [1] * 4
+
+
+def test_a_score_that_nobody_waits_for_costs_no_worker():
+    def slow(prompt, response, meta=None):
+        time.sleep(0.2)
+        return float(len(response))
+
+    async def give_up_waiting(pending):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.wrap_future(pending), 0.01)
+
+    with Scorer(slow, workers=1) as scorer:
+        pending = scorer.submit("", "ab")
+        asyncio.run(give_up_waiting(pending))
+        assert not pending.cancel() and pending.result().reward == 2.0
+        assert scorer.score_many([("", "abc")])[0].reward == 3.0
 
 
 def test_workers_run_at_the_same_time(module):

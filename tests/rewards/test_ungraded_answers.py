@@ -86,6 +86,25 @@ def test_a_built_in_grader_that_hangs_scores_0_and_the_next_answer_is_graded():
     assert scores[0].metrics == {"gave_up": 1.0} and scorer.counts["timeouts"] == 1
 
 
+def test_a_combined_grader_whose_part_hangs_scores_as_if_the_part_gave_up():
+    reward = resolve_reward(
+        "cosine_length", max_length=100, reward="format_compliance", settings=ENDLESS
+    )
+    composite = resolve_reward(
+        "composite",
+        weights={"format_compliance": 1.0, "cosine_length": 0.5},
+        settings={"format_compliance": ENDLESS, "cosine_length": {"max_length": 100}},
+    )
+    hangs = ("", "a" * 40 + " b", {"answer": "7"})
+    wrong = reward("", "b b", {})  # as long as `hangs`
+    assert wrong < -9
+    for combined, expected in ((reward, wrong), (composite, 0.5 * wrong)):
+        with Scorer(combined, timeout=0.7, workers=1) as scorer:
+            (score,) = scorer.score_many([hangs])
+        assert score.reward == pytest.approx(expected) and score.metrics["gave_up"] == 1.0
+        assert score.metrics["format_compliance"] == 0.0 and score.metrics["length"] == 2.0
+
+
 def test_a_built_in_grader_whose_worker_is_killed_scores_0():
     others = set(find_descendants(os.getpid()))
     with Scorer(resolve_reward("format_compliance", **ENDLESS), timeout=60.0, workers=1) as scorer:

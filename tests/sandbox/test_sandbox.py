@@ -3,6 +3,7 @@ of callers.
 """
 
 import base64
+import contextlib
 import http.server
 import json
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -47,6 +49,24 @@ def test_a_run_tells_how_it_ended(sandbox):
     program = "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)"
     assert sandbox.run(program).signal == signal.SIGSEGV
     assert "ZeroDivisionError" in sandbox.run("1/0").stderr
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_sandboxes_of_one_worker_are_on_several_cores():
+    """Each reward worker process has its own sandbox. Other tests may claim cores meanwhile."""
+    program = "import os\nprint(*os.sched_getaffinity(0))"
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(Sandbox(workers=1)) for _ in range(4)]
+        cores = [int(each.run(program).stdout) for each in made]
+    assert len(set(cores)) > 1, cores
+
+
+def test_a_traceback_begins_in_the_program(sandbox):
+    lines = sandbox.run("def f():\n    1/0\nf()").stderr.splitlines()
+    assert lines[0].startswith("Traceback") and lines[1].endswith('main.py", line 3, in <module>')
+    with sandbox.session() as python:
+        assert python.run("1/0").stderr.splitlines()[1] == '  File "<turn>", line 1, in <module>'
+        assert python.run("def g(:").stderr.splitlines()[0] == '  File "<turn>", line 1'
 
 
 @pytest.mark.parametrize(("program", "by"), [
@@ -91,6 +111,9 @@ def test_what_a_caller_gets_wrong(sandbox):
     for call, says in (
         (lambda: sandbox.run("x", language="cobol"), "cobol"),
         (lambda: sandbox.run("x", files={"../x": ""}), "within its folder"),
+        (lambda: sandbox.run("x", files={"main.py/x": ""}), "which has the program as main.py"),
+        (lambda: StdinStdoutTests([("1", 2)]), "a pair of texts"),
+        (lambda: Calls("f", [("ab", 2)]), "a list, a tuple or a mapping"),
         (lambda: Calls("f", [], compare="excat"), "compare='excat'"),
         (lambda: Sandbox("jail"), "auto, bubblewrap"),
         (lambda: Sandbox(without=["roof"]), "no isolation layers"),
@@ -259,11 +282,14 @@ def test_pytest_files(sandbox):
     files = {"test_a.py": "import pytest, solution\nfrom solution import f, E\n\n@pytest.mark.parametrize('n', [1, 2])\ndef test_f(n):\n"
              "    assert f(n) == n\n\ndef test_raises(tmp_path):\n    (tmp_path / 'x').write_text('y')\n"
              "    with pytest.raises(E):\n        f(-1)\n\n"
-             "def test_wrong():\n    assert f(3) == 4\n"}  # fmt: skip
+             "def test_wrong():\n    assert f(3) == 4\n\n"
+             "@pytest.mark.xfail\ndef test_xfail():\n    assert f(3) == 4\n\n"
+             "@pytest.mark.skip\ndef test_skip():\n    pass\n"}  # fmt: skip
     program = "class E(Exception): pass\ndef f(n):\n    if n < 0: raise E\n    return n"
     limits = SandboxLimits(wall_s=30, total_s=60)
     grade = sandbox.grade(program, Pytest(files), limits=limits)
-    assert grade.passed == [True, True, True, False] and "assert 3 == 4" in grade.reasons[3]
+    assert grade.passed == [True, True, True, False, True, False]
+    assert "assert 3 == 4" in grade.reasons[3] and "skipped" in grade.reasons[5]
     missing = Pytest({"test_b.py": "import nothing_such"})
     assert sandbox.grade(program, missing, limits=limits).passed[0] is False
 
@@ -472,6 +498,12 @@ def test_a_service_by_its_url(tmp_path):
             for name, coded in request["files"].items():  # the format of SandboxFusion
                 (tmp_path / name).write_bytes(base64.b64decode(coded, validate=True))
             timeouts.append(request["run_timeout"])
+            if request["stdin"] == "break":
+                self.send_response(200)
+                self.send_header("Content-Length", "100")
+                self.end_headers()
+                self.wfile.write(b"{")
+                return
             form = {"input": request["stdin"], "timeout": request["run_timeout"], "cwd": tmp_path}
             command = [sys.executable, "-c", request["code"]]
             try:
@@ -497,6 +529,8 @@ def test_a_service_by_its_url(tmp_path):
         assert sandbox.run("print(input())", stdin="x").stdout == "x\n"
         run = sandbox.run("print(open('a.txt').read())", files={"a.txt": "seven"})
         assert run.stdout == "seven\n"
+        broken = sandbox.run("", stdin="break")
+        assert broken.ended_by == "lost" and "IncompleteRead" in broken.stderr
         for program, tests in (
             ("print(int(input()) + 1)", StdinStdoutTests([("1", "2"), ("2", "2")])),
             ("def f(x): return [x]", Calls("f", [([1], [1]), ([2], [3])])),
@@ -584,8 +618,25 @@ def test_a_value_may_be_nested_400_levels_deep(wrap):
     ("exact", {"a": {1}}, {"a": {1}}, True),
     ("sets", [2, [1]], [[1], 2], True),
     ("sets", [1, 1], [1], False),
+    ("sets", [1], [1, 1], False),
+    ("sets", [1, True], [True, 1], True),
+    ("sets", [1, 1.0], [1, 1], False),
+    ("sets", [(1, 2), {3}], [{3}, [1, 2]], True),
+    ("sets", [(1, 2)], [(1, 2.0)], False),
+    ("sets", [frozenset({1})], [frozenset({True})], False),
+    ("sets", [{"a": [1]}, {"b": 2}], [{"b": 2}, {"a": (1,)}], True),
+    ("sets", [{1: 2}], [{True: 2}], False),
+    ("sets", [deque([1]), bytearray(b"a")], [bytearray(b"a"), deque([1])], True),
+    ("sets", [float("nan")], [float("nan")], False),
     ("sets", "b\na", "a\nb\n", True),
     ("sets", 5, 5, True),
 ])  # fmt: skip
 def test_comparers(compare, value, expected, same):
     assert COMPARERS[compare](value, expected) is same
+
+
+def test_a_long_list_is_compared_in_any_order_in_time():
+    values = [[i, i + 1] for i in range(4000)]
+    begin = time.thread_time()
+    assert COMPARERS["sets"](values[::-1], values)
+    assert time.thread_time() - begin < 1  # pair by pair it takes some 10 s

@@ -3,6 +3,7 @@
 import datetime
 import os
 import re
+import shutil
 import sys
 import textwrap
 import time
@@ -328,6 +329,39 @@ def test_a_row_of_a_table_may_have_values_that_json_lacks(tokenizer):
     expected = {"on": "2026-11-28", "raw": "b'ab'", "score": None, "n": 2, "parts": parts}
     assert group.row == expected
     assert group.make_command("row.json") == ["sh", "2026-11-28"]
+
+
+def test_a_column_seed_that_is_no_number_is_an_ordinary_column(tokenizer):
+    spec = resolve_environment("endpoint", program="sh")
+
+    def get_seed(meta):
+        return make_group(spec, Problem((), meta, index=3), tokenizer).seed
+
+    assert [get_seed({"seed": seed}) for seed in (7, "7", 7.0)] == [7] * 3
+    others = [get_seed({"seed": seed}) for seed in (None, "abc", float("nan"))]
+    assert others == [get_seed({})] * 3
+
+
+@pytest.mark.parametrize("fault", ["no folder", "slow removal"])
+def test_a_fault_of_the_disk_is_no_timeout_of_the_program(tokenizer, monkeypatch, fault):
+    def fail(**_):
+        raise OSError("disk full")
+
+    endpoint, renderer = LiveEndpoint(), get_renderer("plain", tokenizer)
+    episode = ProgramEpisode(renderer, EpisodeLimits(seconds=2), None, True)
+    if fault == "no folder":
+        monkeypatch.setattr("rl.programs.program_rollout.tempfile.mkdtemp", fail)
+    else:
+        remove = shutil.rmtree
+        slow = lambda *options: (time.sleep(2.2), remove(*options))  # noqa: E731
+        monkeypatch.setattr("rl.programs.program_rollout.shutil.rmtree", slow)
+    try:
+        endpoint.begin(episode, ["true"], {})
+        end = episode.events.get(timeout=20)
+        expected = (None, "disk full") if fault == "no folder" else (0, "")
+        assert (end.code, end.output) == expected and not end.timed_out
+    finally:
+        endpoint.server.close()
 
 
 def test_a_program_has_its_row_seed_and_arguments_and_no_keys(play, monkeypatch):

@@ -85,6 +85,33 @@ def test_a_process_that_ended_but_is_not_waited_for_is_dead(tmp_path):
     process.wait()
 
 
+def test_a_lock_that_is_acquired_again_has_a_heartbeat(tmp_path):
+    lock = RunLock(tmp_path, heartbeat_seconds=0.05)
+    lock.acquire()
+    lock.release()
+    with lock:
+        lock.acquire()
+        first, deadline = lock.heartbeat_time(), time.monotonic() + 20
+        while lock.heartbeat_time() == first and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert lock.heartbeat_time() > first
+
+
+def test_a_repeated_link_request_of_nfs_is_no_other_owner(tmp_path, monkeypatch):
+    link = os.link
+
+    def link_twice(*names):
+        link(*names)
+        link(*names)  # raises FileExistsError
+
+    monkeypatch.setattr("os.link", link_twice)
+    with RunLock(tmp_path) as lock:
+        lock.acquire()
+        with pytest.raises(RunFolderError, match=f"in use by process {os.getpid()}"):
+            RunLock(tmp_path).acquire()
+    assert list_files(tmp_path) == []
+
+
 def test_a_process_id_that_was_given_again_is_another_process(tmp_path):
     with RunLock(tmp_path) as lock:
         lock.acquire()

@@ -106,9 +106,13 @@ def _exit_code(exit: SystemExit) -> int:
 
 
 def _print_traceback() -> None:
+    """Print the current exception, without the frames of this file that called the program."""
     kind, error, trace = sys.exc_info()
+    here = _print_traceback.__code__.co_filename
+    while trace is not None and trace.tb_frame.f_code.co_filename == here:
+        trace = trace.tb_next
     try:
-        traceback.print_exception(kind, error, trace.tb_next if trace is not None else None)
+        traceback.print_exception(kind, error, trace)
         sys.stderr.flush()
     except BaseException:
         pass
@@ -272,7 +276,8 @@ def run_cell(code: str, space: JsonObject) -> str | None:
     """
     space["__name__"] = "__main__"
     try:
-        tree = ast.parse(code.removeprefix(_BYTE_ORDER_MARK))
+        source = code.removeprefix(_BYTE_ORDER_MARK)
+        tree: Any = compile(source, "<turn>", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
         last = tree.body[-1] if tree.body else None
         if isinstance(last, ast.Expr):
             tree.body.pop()

@@ -161,7 +161,8 @@ def set_limits(
     limits: dict[str, Any], address_space: bool = True, extensible_cpu: bool = False
 ) -> None:
     """Set the limits of each process. `limits`: fields of rl.sandbox.SandboxLimits. The monitor counts the
-    total use of a run's processes. `extensible_cpu`: `extend_cpu_limit` may raise the CPU time.
+    total use of a run's processes. `extensible_cpu`: `extend_cpu_limit` raises the CPU time at each
+    request, so the hard limit stays that of the host.
     """
     memory = int(limits["memory_mb"]) << 20
     table = {

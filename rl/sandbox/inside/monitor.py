@@ -28,7 +28,7 @@ from rl.sandbox.inside import (
 from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.inside.run_watcher import CallerClosedError, LimitReached, RunWatcher
 
-_ENDING_SECONDS = 5.0
+_INIT_REPLY_SECONDS = 5.0
 
 
 def serve(caller: socket.socket, layers: set[str], user: int, group: int) -> None:
@@ -118,8 +118,8 @@ class Monitor:
             by = stopped.reason
         ended = self._stop(by)
         # The last count was up to a tick before the end.
-        if not ended["by"] and ended["cpu_s"] >= self.job["limits"]["cpu_s"]:
-            ended["by"] = "cpu"
+        if not ended["ended_by"] and ended["cpu_s"] >= self.job["limits"]["cpu_s"]:
+            ended["ended_by"] = "cpu"
         return {**ended, "wall_s": time.monotonic() - start}
 
     def _call(self, message: JsonObject) -> JsonObject:
@@ -169,8 +169,8 @@ class Monitor:
                 verdict = watch.read_message(verdict_reader, min(until, start + message["total_s"]))
                 if "done" in verdict:
                     break
-                if "by" in verdict:  # the candidate broke the protocol, and the tester exited
-                    by = verdict["by"]
+                if "ended_by" in verdict:  # the candidate broke the protocol, and the tester exited
+                    by = verdict["ended_by"]
                     break
                 if "collected" in verdict:
                     collected = int(verdict["collected"])
@@ -279,7 +279,7 @@ class Monitor:
             os.close(descriptor)
         self.requests = self.replies = -1
         ended = watch.ended
-        self.init.settimeout(_ENDING_SECONDS)
+        self.init.settimeout(_INIT_REPLY_SECONDS)
         if ended is None:
             message_framing.send(self.init, {"do": "end"})
             ended = message_framing.receive(self.init)
@@ -297,7 +297,7 @@ class Monitor:
             by = "cpu"
         return {
             "ended": True,
-            "by": by,
+            "ended_by": by,
             "signal": signalled,
             "code": code,
             "stdout": out,

@@ -114,7 +114,7 @@ class VerdictPlugin:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             self.failed.setdefault(report.nodeid, f"{report.when}: {str(report.longrepr)[-300:]}")
-        elif report.skipped:
+        elif report.skipped and not hasattr(report, "wasxfail"):  # xfail: it failed as expected
             self.failed.setdefault(report.nodeid, "skipped")
         if report.when == "teardown":
             reason = self.failed.get(report.nodeid)

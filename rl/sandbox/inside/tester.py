@@ -326,7 +326,7 @@ def serve(
         verdict.
         """
         if by:
-            message_framing.send(verdicts, {"by": by, "why": reason})
+            message_framing.send(verdicts, {"ended_by": by, "why": reason})
         os._exit(0)
 
     try:
