@@ -49,11 +49,11 @@ _CLEARED = ("remaining", "at", "shares", "order", "place", "group", "starts", "s
 
 class ProcessedRows(NamedTuple):
     """Describe the rows with logits processing: those whose next token is sampled from adjusted or
-    truncated logits. `count`: a bucket (`processed_bucket`). `truncates`: whether some of them are
-    truncated.
+    truncated logits. `bucket`: their number, rounded up (`processed_bucket`). `truncates`: whether
+    some of them are truncated.
     """
 
-    count: int = 0
+    bucket: int = 0
     truncates: bool = False
 
 
@@ -229,8 +229,8 @@ def decode_step(
     uniform = b.uniform.index_select(0, b.at).squeeze(0)
     token, logprob = _sample(model, hidden, uniform, b.temperature, b.greedy)
     most = _count_rows_at_once(model.vocab_size)
-    for first in range(0, processed.count, most):
-        part = ProcessedRows(min(most, processed.count - first), processed.truncates)
+    for first in range(0, processed.bucket, most):
+        part = ProcessedRows(min(most, processed.bucket - first), processed.truncates)
         index, new_token, new_logprob = _sample_processed(model, hidden, uniform, b, first, part)
         token = token.index_copy(0, index, new_token)
         logprob = logprob.index_copy(0, index, new_logprob)
@@ -313,7 +313,7 @@ def _sample_processed(
     """
 
     def select(values: Tensor) -> Tensor:
-        return values.narrow(-1, first, part.count)
+        return values.narrow(-1, first, part.bucket)
 
     index = select(b.processed_row)
     logits = model.head(hidden.index_select(0, index)).float()
@@ -467,7 +467,7 @@ class CUDAGraphRunner:
         if (rows, shared, processed) not in self._graphs:
             changed = {*_STEP_OUTPUTS, *_CLEARED}
             saved = {name: getattr(self.buffers, name).clone() for name in changed}
-            sizes = [rows] if processed.count else [size for size in self.buckets if size <= rows]
+            sizes = [rows] if processed.bucket else [size for size in self.buckets if size <= rows]
             for size in reversed(sizes):
                 key = (size, shared and size > 1, processed)
                 if key not in self._graphs:

@@ -260,9 +260,9 @@ class DeviceSteps:
         bucket.
         """
         rows, (index, processed) = self._rows, self._find_processed_rows(bucket)
-        if not processed.count:
+        if not processed.bucket:
             return processed
-        index = _pad_to(index, processed.count, index[0])
+        index = _pad_to(index, processed.bucket, index[0])
         inputs = {
             "processed_row": index,
             "limits": find_limits(rows, index, self._state.decoder.vocab_size),

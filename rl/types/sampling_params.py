@@ -137,14 +137,14 @@ PARAMETER_BOUNDS: Mapping[str, ParameterBounds] = {
     if "bounds" in parameter.metadata
 }
 # by name: the default of each parameter that changes the distribution, if it has another value
-_DISTRIBUTION = [
+_DISTRIBUTION: list[tuple[str, Any]] = [
     (parameter.name, parameter.default)
     for parameter in fields(SamplingParams)
     if parameter.name not in _KEEPS_DISTRIBUTION
 ]
 DISTRIBUTION_PARAMETERS = tuple(name for name, _ in _DISTRIBUTION)
 # by name: the default of each parameter that truncates the distribution
-TRUNCATION_DEFAULTS = {name: dict(_DISTRIBUTION)[name] for name in _TRUNCATES}
+TRUNCATION_DEFAULTS: Mapping[str, float] = {name: dict(_DISTRIBUTION)[name] for name in _TRUNCATES}
 
 
 def _check_stop(stop: Any) -> None:
