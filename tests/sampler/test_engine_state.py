@@ -123,7 +123,7 @@ def play_out(engine: RolloutEngine) -> list[list[tuple[list[int], float]]]:
 def test_samples_of_two_players_with_the_same_tickets_are_restored():
     engine, streams = make_engine()
     for problem in range(2):
-        engine.start_group(problem, DuelGroupBuilder(problem), seed=3, problem=problem)
+        engine.start_group(problem, DuelGroupBuilder(problem), seed=3, random_stream=problem)
     for _ in range(LENGTH + 2):  # every episode reaches its second turn
         engine.tick()
     assert streams[None].running.keys() & streams["rival"].running.keys()
@@ -162,15 +162,15 @@ def test_a_group_with_another_number_of_environments_starts_again(fails):
 
     engine, _ = make_engine()
     for problem in range(2):
-        engine.start_group(problem, make_builder(problem, 0), seed=3, problem=problem)
+        engine.start_group(problem, make_builder(problem, 0), seed=3, random_stream=problem)
     for _ in range(LENGTH + 2):
         engine.tick()
     state = json.loads(json.dumps(save_engine_state(engine)))
     restored, _ = make_engine()
     assert restore_engine_state(restored, state, lambda problem: make_builder(problem, 1)) == [0]
-    restored.start_group(0, DuelGroupBuilder(0), seed=3, problem=0)
+    restored.start_group(0, DuelGroupBuilder(0), seed=3, random_stream=0)
     expected, _ = make_engine()
     for problem in range(2):
-        expected.start_group(problem, DuelGroupBuilder(problem), seed=3, problem=problem)
+        expected.start_group(problem, DuelGroupBuilder(problem), seed=3, random_stream=problem)
     assert play_out(restored) == play_out(expected)
     engine.executor.close()
