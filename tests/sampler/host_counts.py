@@ -9,6 +9,7 @@ test_sampler_host.py checks the counts; bench/sampler_host.py writes them into a
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -113,6 +114,7 @@ def graph_captures() -> tuple[int, str]:
     grows when samples end early, and the capture mode.
     """
     modes: list[str] = []
+    blank_decoder()  # imports modules that read what is replaced here
 
     def graph(graph: Any, **options: Any) -> Any:
         modes.append(options.get("capture_error_mode", "global"))
@@ -280,7 +282,8 @@ def measure() -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
     for row, case, unit, today, target in compare_with_targets():
         result = {"row": row, "case": case, "unit": unit, "today": today, "target": target}
-        yield result | {"command": "python bench/sampler_host.py"}
+        load = round(os.getloadavg()[0], 1)
+        yield result | {"load_average": load, "command": "python bench/sampler_host.py"}
 
 
 def compare_with_targets(repeats: int = 7) -> Iterator[tuple[str, str, str, Any, Any]]:

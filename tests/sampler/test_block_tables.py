@@ -138,12 +138,15 @@ class Memory:
         return bool(counts.any())
 
     def end_rows(self) -> bool:
-        """End some rows; the others move."""
-        source = self.rng.permutation(len(self.rows))[: int(self.rng.integers(len(self.rows) + 1))]
-        ends = len(source) < len(self.rows)
+        """End some rows, or all rows of a prompt; the others move."""
+        slots = self.tables.rows["prompt"]
+        keeps = self.rng.random(len(slots)) < 0.8
+        if self.rng.random() < 0.5:
+            keeps = slots != self.rng.integers(len(self.prompts) + 1)
+        source = self.rng.permutation(np.flatnonzero(keeps))
         self.tables.retain_rows(source)
         self.rows = [self.rows[row] for row in source]
-        return ends
+        return not keeps.all()
 
     def end_prompts(self) -> bool:
         """End the prompts without rows, or some of them; the others move."""
@@ -235,9 +238,9 @@ OPERATIONS = {
     "come_back": 1,
     "draw": 6,
     "drop": 1,
-    "end_rows": 1,
+    "end_rows": 3,
     "end_prompts": 1,
-    "keep": 2,
+    "keep": 4,
     "begin": 4,
     "forget": 0.3,
 }
@@ -286,3 +289,18 @@ def test_room_for_the_next_tokens_is_the_blocks_they_need():
             assert tables.fits(counts) == fits
             outcomes[fits] += len(tables.rows) > 1
     assert min(outcomes[True], outcomes[False]) > 50
+
+
+def test_rows_that_differ_before_an_equal_block_do_not_share_it_as_a_group():
+    """A block may be found after another block with the same tokens: here [0, 2], beside [1, 2]."""
+    tables, hashes = BlockManager(8, 4), hash_chunks(range(9), "", 4)
+    first, second = tables.allocate_table(4), tables.allocate_table(9)
+    tables.register(first.block_table, hashes[:1])
+    tables.register(second.block_table, hashes)
+    third = tables.allocate_table(9, hashes)
+    assert third.block_table[:2] == [first.block_table[0], second.block_table[1]]
+    for slot, allocation in enumerate((second, third)):
+        tables.prompts.append(PromptBlockTable(9, allocation.block_table))
+        tables.add_rows(slot, 2)
+    group, shared = tables.shared_prefixes()
+    assert (group.tolist(), shared.tolist()) == ([0, 0, -1, -1], [2, 2, 0, 0])
