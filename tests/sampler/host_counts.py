@@ -9,7 +9,6 @@ test_sampler_host.py checks the counts; bench/sampler_host.py writes them into a
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -282,8 +281,7 @@ def measure() -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
     for row, case, unit, today, target in compare_with_targets():
         result = {"row": row, "case": case, "unit": unit, "today": today, "target": target}
-        load = round(os.getloadavg()[0], 1)
-        yield result | {"load_average": load, "command": "python bench/sampler_host.py"}
+        yield result | {"command": "python bench/sampler_host.py"}
 
 
 def compare_with_targets(repeats: int = 7) -> Iterator[tuple[str, str, str, Any, Any]]:
