@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -69,7 +70,7 @@ class ObjectGroup:
     Tensors of the learner use the accelerator's backend instead. `members`: these processes instead
     of the ranks of this world.
 
-    `received_bytes`: bytes of rank 0's verbs that this rank has received.
+    `received_bytes`: bytes that this rank has received: of rank 0's verbs, or on rank 0 of results.
 
     Every wait on rank 0 has a timeout of `timeout_seconds`, after which rank 0 names the ranks it
     waited for. The other ranks wait a little more than twice as long for rank 0, so that rank 0
@@ -231,6 +232,7 @@ class ObjectGroup:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world - 1)]
             self._receive(sizes, seconds)
             payloads = self._receive([torch.empty(int(size), dtype=torch.uint8) for size in sizes])
+        self.received_bytes += sum(payload.nbytes for payload in payloads)
         return [item, *map(_unpack, payloads)]
 
     @contextlib.contextmanager
@@ -308,15 +310,41 @@ class ObjectGroup:
         )
 
 
+_ALIGNMENT = 64  # bytes, of an array in a message
+
+
 def _pack(item: Any) -> torch.Tensor:
-    """Return a pickled object, uint8 [bytes]."""
-    packed = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)  # copies an array once
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    """Return a pickled object, uint8 [bytes]: a table of sizes (int64: that of the pickle, then of
+    each array), the pickle, and the arrays, which are copied once.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    packed = pickle.dumps(item, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
+    parts = [memoryview(packed), *(buffer.raw() for buffer in buffers)]
+    sizes = np.array([len(parts), *map(len, parts)], np.int64)
+    ends = _place_parts(sizes)
+    message = np.empty(int(ends[-1]), np.uint8)
+    message[: sizes.nbytes] = sizes.view(np.uint8)
+    for begin, part in zip(ends.tolist(), parts, strict=False):
+        message.data[begin : begin + len(part)] = part
+    return torch.from_numpy(message)
+
+
+def _place_parts(sizes: np.ndarray) -> np.ndarray:
+    """Return the offsets of the parts in a message of this table, and the message's length."""
+    aligned = -(-np.array([sizes.nbytes, *sizes[1:]]) // _ALIGNMENT) * _ALIGNMENT
+    return np.cumsum(aligned)
 
 
 def _unpack(payload: torch.Tensor) -> Any:
-    """Return the object of `_pack`."""
-    return pickle.loads(payload.numpy().data)
+    """Return the object of `_pack`. Its arrays are views of the message."""
+    message = payload.numpy()
+    count = int(message[:8].view(np.int64)[0])
+    sizes = message[: 8 * (1 + count)].view(np.int64)
+    packed, *buffers = (
+        message[begin : begin + size]
+        for begin, size in zip(_place_parts(sizes), sizes[1:], strict=False)
+    )
+    return pickle.loads(packed.data, buffers=buffers)
 
 
 def _arrives_in_time(work: dist.Work | None, seconds: float) -> bool:

@@ -111,7 +111,7 @@ def check_context(
     last token is never fed to the model, hence context + 1.
     """
     length = episode.observation.length
-    max_tokens = get_sampling_params(episode, params).max_tokens or 1
+    max_tokens = _get_max_tokens(episode, params) or 1
     over_episode_limit = builder.max_tokens is not None and length + max_tokens > builder.max_tokens
     if not over_episode_limit and (context is None or length + max_tokens <= context + 1):
         return True
@@ -154,10 +154,15 @@ def get_sampling_params(episode: EpisodeState, params: SamplingParams) -> Sampli
     """
     if episode.stop is not None:
         params = replace(params, stop=episode.stop)
-    most = episode.env.max_action_tokens
-    if most is not None and (params.max_tokens is None or most < params.max_tokens):
-        params = replace(params, max_tokens=most)
+    if (max_tokens := _get_max_tokens(episode, params)) != params.max_tokens:
+        params = replace(params, max_tokens=max_tokens)
     return params
+
+
+def _get_max_tokens(episode: EpisodeState, params: SamplingParams) -> int | None:
+    """Return the maximum number of tokens of the episode's next action."""
+    limits = (params.max_tokens, episode.env.max_action_tokens)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def fill_overflow_metric(episodes: Sequence[EpisodeState]) -> None:
@@ -222,11 +227,11 @@ def resolve_reward(
     result: StepResult, episode: EpisodeState, builder: EnvGroupBuilder
 ) -> tuple[float, dict[str, float], str | None]:
     """Return (reward, metrics, error) of a step; wait for the score if it is pending."""
-    if not isinstance(result.reward, PendingScore):
-        if (reward := _to_finite(result.reward)) is not None:
+    score = result.reward.result() if isinstance(result.reward, PendingScore) else result.reward
+    if not isinstance(score, Score):
+        if (reward := _to_finite(score)) is not None:
             return reward, result.metrics, None
-        return 0.0, result.metrics, _describe_invalid_reward(result.reward, episode, builder)
-    score: Score = result.reward.result()
+        return 0.0, result.metrics, _describe_invalid_reward(score, episode, builder)
     return (
         score.reward if score.reward is not None else 0.0,
         {**result.metrics, **score.metrics},

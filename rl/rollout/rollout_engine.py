@@ -139,6 +139,8 @@ class RolloutEngine:
         self.recorded_actions: dict[EpisodeKey, list[SampledSequence]] = {}
         # during a replay: the episodes that have no recorded actions left
         self.replayed_episodes: dict[EpisodeKey, EpisodeState] | None = None
+        # of `_describe_action`: the last result, and the objects that it was made of
+        self._last_description: tuple[tuple[Any, ...], tuple[Any, ...]] = ((None, None, None), ())
         self._sampling: dict[
             tuple[str | None, int], EpisodeState
         ] = {}  # episodes with a sample in progress, by player and ticket
@@ -208,7 +210,7 @@ class RolloutEngine:
         for episode in group.episodes:
             self.executor.discard(episode.key)
             self._running_calls.pop(episode.key, None)
-            lost += sum(len(turn.ac.tokens) for turn in episode.transitions)
+            lost += sum(turn.ac.num_tokens for turn in episode.transitions)
             if not episode.has_ended:
                 self._release_episode(episode)
         group.builder.on_discard()
@@ -370,17 +372,39 @@ class RolloutEngine:
 
         # in lockstep no cache outlives a turn
         keeps_cache = episode.env.several_turns and not self.lockstep
+        prompt, images, params = self._describe_action(episode)
         request = SamplingRequest(
-            prompt=episode.observation.token_ids(),
-            images=episode.observation.images_with_positions(),
-            params=get_sampling_params(episode, self.params),
+            prompt=prompt,
+            images=images,
+            params=params,
             seed=derive_seed(group.seed, turn),
             problem=group.random_stream,
             first_index=episode.index,
             resume_from=partial_action,
             conversation=episode.conversation if keeps_cache else None,
+            scoring=episode.env.scoring,
         )
         self._sampling[player, self.player_streams[player].stream.add(request)] = episode
+
+    def _describe_action(self, episode: EpisodeState) -> tuple[Any, ...]:
+        """Return (token ids and images of the prompt, sampling parameters) of the next action. The
+        members of a group share theirs, which then are the same objects.
+        """
+        observation, stop = episode.observation, episode.stop
+        key, description = self._last_description
+        if (
+            key[0] is not observation
+            or key[1] is not stop
+            or key[2] != episode.env.max_action_tokens
+        ):
+            key = (observation, stop, episode.env.max_action_tokens)
+            description = (
+                observation.token_ids(),
+                observation.images_with_positions(),
+                get_sampling_params(episode, self.params),
+            )
+            self._last_description = key, description
+        return description
 
     def replay_actions(self) -> None:
         """Replay the recorded actions to every environment, and wait for the results."""

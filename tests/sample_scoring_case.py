@@ -1,0 +1,57 @@
+"""Run train.py on ranks that print each answer that they sample; rank 0 prints the size of each
+message with answers that it receives, and how many answers it can read in it.
+"""
+
+import copy
+import runpy
+import sys
+from pathlib import Path
+
+from rl.distributed import collectives
+from rl.rollout import parse_answer
+from rl.runtime.sampling_worker import SamplingWorker
+from rl.types import SampleResponse
+
+LEGIBLE = 4  # characters of an answer that would not occur by chance
+renderers = []
+
+
+def list_sequences(result) -> list:
+    """Return the sequences in what `sample` or `run_steps` returns."""
+    responses = result.finished if hasattr(result, "finished") else result[0]
+    answers = [r for r in responses.values() if isinstance(r, SampleResponse)]
+    return [sequence for answer in answers for sequence in answer.sequences]
+
+
+def wrap(name: str) -> None:
+    method = getattr(SamplingWorker, name)
+
+    def call(worker, *arguments):
+        result = method(worker, *arguments)
+        for scorer in worker.sample_scorers.values():
+            renderers[:] = [scorer._renderer]
+            for sequence in list_sequences(result):
+                print("sampled", repr(parse_answer(scorer._renderer, sequence)[0]), flush=True)
+        return result
+
+    setattr(SamplingWorker, name, call)
+
+
+def unpack(payload, original=collectives._unpack):
+    message = original(payload)
+    result = message[0] if isinstance(message, tuple) and len(message) == 2 else None
+    if hasattr(result, "finished") or (isinstance(result, tuple) and isinstance(result[0], dict)):
+        sequences = copy.deepcopy(list_sequences(result))
+        texts = [parse_answer(renderer, s)[0] for renderer in renderers for s in sequences]
+        raw = payload.numpy().tobytes()
+        legible = sum(len(text) >= LEGIBLE and text.encode() in raw for text in texts)
+        tokens = sum(sequence.num_tokens for sequence in sequences)
+        print("received", len(raw), len(sequences), tokens, legible, flush=True)
+    return message
+
+
+wrap("sample")
+wrap("run_steps")
+collectives._unpack = unpack
+sys.argv[0] = str(Path(__file__).parent.parent / "train.py")
+runpy.run_path(sys.argv[0], run_name="__main__")
