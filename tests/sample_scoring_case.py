@@ -12,7 +12,7 @@ from rl.rollout import parse_answer
 from rl.runtime.sampling_worker import SamplingWorker
 from rl.types import SampleResponse
 
-LEGIBLE = 4  # characters of an answer that would not occur by chance
+LEGIBLE = 8  # characters of an answer, which errors do not contain by chance
 renderers = []
 
 
@@ -37,7 +37,7 @@ def wrap(name: str) -> None:
     setattr(SamplingWorker, name, call)
 
 
-def unpack(payload, original=collectives._unpack):
+def unpack(payload, original=collectives.unpack_message):
     message = original(payload)
     result = message[0] if isinstance(message, tuple) and len(message) == 2 else None
     if hasattr(result, "finished") or (isinstance(result, tuple) and isinstance(result[0], dict)):
@@ -52,6 +52,6 @@ def unpack(payload, original=collectives._unpack):
 
 wrap("sample")
 wrap("run_steps")
-collectives._unpack = unpack
+collectives.unpack_message = unpack
 sys.argv[0] = str(Path(__file__).parent.parent / "train.py")
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -117,11 +117,11 @@ class Samplers:
             )
             for rank in range(RANKS)
         ]
-        self.messages = [collectives._pack((result, None)) for result in results]
+        self.messages = [collectives.pack_message((result, None)) for result in results]
 
     def sample_many(self, requests: Sequence[Any]) -> Any:
         def read() -> list[SampleResponse]:
-            results = [collectives._unpack(message)[0] for message in self.messages]
+            results = [collectives.unpack_message(message)[0] for message in self.messages]
             responses = merge_by_index([result[0] for result in results])
             for i, sequence in enumerate(s for r in responses for s in r.sequences):
                 sequence.sequence_id = f"service:{i}"
@@ -168,18 +168,22 @@ class Policy:
             return self.planner.split(datums, 1, [1.0] * len(datums))
 
         shares = watch.run("check and plan", plan)
-        messages = watch.run("pack shares", lambda: [collectives._pack(s) for s in shares[1:]])
+        messages = watch.run(
+            "pack shares", lambda: [collectives.pack_message(s) for s in shares[1:]]
+        )
         watch.num_bytes["pack shares"] = sum(message.nbytes for message in messages)
-        watch.run("a rank reads its share", lambda: collectives._unpack(messages[0]))
+        watch.run("a rank reads its share", lambda: collectives.unpack_message(messages[0]))
         results = [
             ({i: {"logprobs": read_logprobs(datum)} for i, datum in share.datums.items()}, {})
             for share in shares
         ]
-        outputs = watch.run("ranks", lambda: [collectives._pack(result) for result in results])
+        outputs = watch.run(
+            "ranks", lambda: [collectives.pack_message(result) for result in results]
+        )
         watch.num_bytes["read outputs"] = sum(message.nbytes for message in outputs)
 
         def read() -> Any:
-            results = [collectives._unpack(message) for message in outputs]
+            results = [collectives.unpack_message(message) for message in outputs]
             return _to_output((merge_by_index([r[0] for r in results]), {"loss:sum": 0.0}))
 
         return SimpleNamespace(result=lambda: watch.run("read outputs", read))

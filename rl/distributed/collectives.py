@@ -16,12 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from rl.distributed.gloo_interface import select_gloo_interface
 from rl.distributed.heartbeat import HeartbeatMonitor, HeartbeatSender
+from rl.distributed.packed_messages import pack_message, unpack_message
 from rl.errors import OtherRankFailed, RankLost
 from rl.sanitize import list_some
 
@@ -166,8 +166,8 @@ class ObjectGroup:
         leaves no rank waiting. A share of several ranks is pickled once.
         """
         others = () if shares is None else shares[1:]
-        packed = {key: _pack(share) for key, share in {id(s): s for s in others}.items()}
-        header, messages = _pack(verb), [packed[id(share)] for share in others]
+        packed = {key: pack_message(share) for key, share in {id(s): s for s in others}.items()}
+        header, messages = pack_message(verb), [packed[id(share)] for share in others]
         sizes = torch.zeros(self.world, dtype=torch.int64)  # of the header, then of each message
         sizes[: 1 + len(messages)] = torch.tensor([len(header), *map(len, messages)])
         self._verbs.broadcast(sizes, 0).wait()
@@ -186,9 +186,9 @@ class ObjectGroup:
         message = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
         self.received_bytes += sizes.nbytes + header.nbytes + message.nbytes
         if not len(message):
-            return _unpack(header)
+            return unpack_message(header)
         self._verbs.recv([message], 0, 0).wait()
-        return (*_unpack(header), _unpack(message))
+        return (*unpack_message(header), unpack_message(message))
 
     def broadcast_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return rank 0's buffer on every rank: over NCCL in GPU memory if there are GPUs, from
@@ -217,7 +217,7 @@ class ObjectGroup:
         if self.world == 1:
             return [item]
         if self.rank > 0:
-            payload = _pack(item)
+            payload = pack_message(item)
             limit = [] if seconds is None else [datetime.timedelta(seconds=seconds)]
             begin = time.monotonic()
             try:
@@ -233,7 +233,7 @@ class ObjectGroup:
             self._receive(sizes, seconds)
             payloads = self._receive([torch.empty(int(size), dtype=torch.uint8) for size in sizes])
         self.received_bytes += sum(payload.nbytes for payload in payloads)
-        return [item, *map(_unpack, payloads)]
+        return [item, *map(unpack_message, payloads)]
 
     @contextlib.contextmanager
     def _mark_waiting(self) -> Iterator[None]:
@@ -308,43 +308,6 @@ class ObjectGroup:
             f"did not answer within {self.timeout_seconds:g} s: it hangs, or needs longer (raise "
             "the setting timeout)"
         )
-
-
-_ALIGNMENT = 64  # bytes, of an array in a message
-
-
-def _pack(item: Any) -> torch.Tensor:
-    """Return a pickled object, uint8 [bytes]: a table of sizes (int64: that of the pickle, then of
-    each array), the pickle, and the arrays, which are copied once.
-    """
-    buffers: list[pickle.PickleBuffer] = []
-    packed = pickle.dumps(item, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
-    parts = [memoryview(packed), *(buffer.raw() for buffer in buffers)]
-    sizes = np.array([len(parts), *map(len, parts)], np.int64)
-    ends = _place_parts(sizes)
-    message = np.empty(int(ends[-1]), np.uint8)
-    message[: sizes.nbytes] = sizes.view(np.uint8)
-    for begin, part in zip(ends.tolist(), parts, strict=False):
-        message.data[begin : begin + len(part)] = part
-    return torch.from_numpy(message)
-
-
-def _place_parts(sizes: np.ndarray) -> np.ndarray:
-    """Return the offsets of the parts in a message of this table, and the message's length."""
-    aligned = -(-np.array([sizes.nbytes, *sizes[1:]]) // _ALIGNMENT) * _ALIGNMENT
-    return np.cumsum(aligned)
-
-
-def _unpack(payload: torch.Tensor) -> Any:
-    """Return the object of `_pack`. Its arrays are views of the message."""
-    message = payload.numpy()
-    count = int(message[:8].view(np.int64)[0])
-    sizes = message[: 8 * (1 + count)].view(np.int64)
-    packed, *buffers = (
-        message[begin : begin + size]
-        for begin, size in zip(_place_parts(sizes), sizes[1:], strict=False)
-    )
-    return pickle.loads(packed.data, buffers=buffers)
 
 
 def _arrives_in_time(work: dist.Work | None, seconds: float) -> bool:

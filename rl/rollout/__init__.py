@@ -53,7 +53,7 @@ from rl.rollout.rollout_types import (
 )
 from rl.rollout.sample_scorer import (
     SampleScorer,
-    ScorerSetup,
+    ScorerSettings,
     open_sample_scorer,
     parse_answer,
 )
@@ -83,7 +83,7 @@ __all__ = [
     "ActionSampler",
     "StepResult",
     "SampleScorer",
-    "ScorerSetup",
+    "ScorerSettings",
     "open_sample_scorer",
     "parse_answer",
     "Trajectory",

@@ -33,7 +33,7 @@ def parse_answer(renderer: Renderer, sample: SampledSequence) -> tuple[str, bool
 
 
 @dataclass(frozen=True)
-class ScorerSetup:
+class ScorerSettings:
     """Describe a scorer that every rank opens.
 
     `workers`: reward workers of a machine, None: the default. `variables`: environment variables of
@@ -54,12 +54,12 @@ class ScorerSetup:
 class SampleScorer:
     """Score this rank's samples with an equal part of the machine's reward workers, at least one.
 
-    `setup`: a packed ScorerSetup. `rank`: this rank. `num_ranks`: ranks of this machine that score.
-    Raises an error if the reward cannot be loaded here.
+    `setup`: packed ScorerSettings. `rank`: this rank. `num_ranks`: ranks of this machine that
+    score. Raises an error if the reward cannot be loaded here.
     """
 
     def __init__(self, setup: bytes, rank: int, num_ranks: int):
-        unpacked: ScorerSetup = pickle.loads(setup)
+        unpacked: ScorerSettings = pickle.loads(setup)
         self._renderer = unpacked.renderer
         self._scorer = Scorer(
             unpacked.reward,

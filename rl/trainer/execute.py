@@ -86,7 +86,7 @@ from rl.trainer.stage_sampling import (
     check_replay_sampler,
     list_replay_differences,
 )
-from rl.trainer.stage_scoring import open_sample_scorers
+from rl.trainer.stage_scorers import open_sample_scorers
 from rl.trainer.trainer import Trainer, describe_nonfinite
 from rl.trainer.training_loop import train
 

@@ -1,4 +1,4 @@
-"""Keep lists of numbers as arrays until they are read, and pack arrays, so that moving them between
+"""Hold lists of numbers as arrays until they are read, and pack arrays, so that moving them between
 processes costs little time and few bytes for each number.
 """
 

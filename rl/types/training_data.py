@@ -312,7 +312,7 @@ class Datum:
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pack the datum without the targets that are the next input token."""
+        """Return the datum's parts, without targets that are the next input token."""
         inputs: dict[str, Any] = dict(self.loss_fn_inputs)
         targets = inputs["target_tokens"].array if "target_tokens" in inputs else None
         if targets is not None and targets.ndim == 1 and len(targets):

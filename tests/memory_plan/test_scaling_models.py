@@ -282,7 +282,9 @@ def test_rewards_are_limited_by_all_workers_or_by_rank_0():
     first = replace(rates, reward_machines=1)
     assert seconds(first, 16_384, 32) == pytest.approx(16_384 * 5e-3 / 8)
     slow = replace(rates, score_seconds=1e-3)
-    assert seconds(slow, 16_384, 32) == pytest.approx(16_384 * 5e-3 / 256)  # no answer passes rank 0
+    assert seconds(slow, 16_384, 32) == pytest.approx(
+        16_384 * 5e-3 / 256
+    )  # no answer passes rank 0
     assert seconds(replace(slow, reward_machines=32), 16_384, 32) == pytest.approx(16.384)
 
 

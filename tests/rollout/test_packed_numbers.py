@@ -15,7 +15,7 @@ from rl.types import Datum, ModelInput, SampledSequence, TensorData
 
 def send(item):
     """Return an object as another rank receives it."""
-    return collectives._unpack(collectives._pack(item))
+    return collectives.unpack_message(collectives.pack_message(item))
 
 
 def make_datum(rng: np.random.Generator, case: int) -> tuple[Datum, dict[str, np.ndarray]]:
@@ -86,11 +86,11 @@ def test_bytes_of_a_token():
     tokens = rng.integers(0, 150_000, 1536)
     logprobs = rng.normal(size=1024).astype(np.float32)
     sample = SampledSequence(tokens[512:].tolist(), logprobs.tolist(), temperature=1.0)
-    assert 8 * 1024 < len(collectives._pack(sample)) < 8 * 1024 + 600
+    assert 8 * 1024 < len(collectives.pack_message(sample)) < 8 * 1024 + 600
     columns = {"mask": 1.0, "advantages": 0.5, "logprobs": logprobs}
     inputs = {"target_tokens": tokens[1:]}
     for name, values in columns.items():
         inputs[name] = np.zeros(1535, np.float32)
         inputs[name][511:] = values
     datum = Datum(ModelInput.of(tokens[:-1]), inputs)
-    assert 4 * (1535 + 1024) < len(collectives._pack(datum)) < 4 * (1535 + 1024) + 1000
+    assert 4 * (1535 + 1024) < len(collectives.pack_message(datum)) < 4 * (1535 + 1024) + 1000

@@ -9,7 +9,7 @@ from rl.client import SampleScorerHandle, ServiceClient
 from rl.config import DataSettings
 from rl.renderers import Renderer
 from rl.rewards import get_reward_machines
-from rl.rollout import ScorerSetup
+from rl.rollout import ScorerSettings
 from rl.sanitize import describe_error
 from rl.trainer.stage_data import PreparedStage, spreads_rewards
 
@@ -34,7 +34,7 @@ def open_sample_scorers(
     reason = _find_obstacle(prepared, judge)
     handle = None
     if reason is None:
-        setup = ScorerSetup(
+        setup = ScorerSettings(
             renderer, scorer.reward, scorer.timeout, scorer.workers, scorer.variables
         )
         try:
