@@ -17,7 +17,7 @@ _BEGINNING_CHARACTERS = 50
 
 @dataclass(frozen=True, slots=True)
 class ScoringTask:
-    """Tell a rank how to score the samples of a request. `scorer_id`: of a scorer that every rank
+    """Describe how a rank scores the samples of a request. `scorer_id`: of a scorer that each rank
     has opened. `problem`: a pickled ScoredProblem.
     """
 
