@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -323,7 +324,7 @@ def _validate_token_array(label: str, model_input: ModelInput, vocab_size: int) 
             f"{type(model_input).__name__}"
         )
     try:
-        tokens = model_input.held_tokens()
+        tokens: Any = model_input.held_tokens()
     except (TypeError, AttributeError) as error:
         raise BadRequestError(
             f"{label} must consist of chunks of token ids (types.EncodedTextChunk), got "

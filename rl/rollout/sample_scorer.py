@@ -100,12 +100,12 @@ class SampleScorer:
         """
         pending, self._pending = self._pending, []
         for sample, ended, beginning, result in pending:
-            score: Score | ScoreTicket = next(self._next_tickets)
             if result.immediate:
-                score = result.result()
+                sample.score = SampleScore(ended, beginning, result.result())
             else:
-                self._tickets[score] = result
-            sample.score = SampleScore(ended, beginning, score)
+                ticket = next(self._next_tickets)
+                self._tickets[ticket] = result
+                sample.score = SampleScore(ended, beginning, ticket)
 
     def take_scores(self) -> dict[ScoreTicket, Score | None]:
         """Return the scores that have been computed since the last call, by ticket; None for a

@@ -126,7 +126,7 @@ class ModelInput:
         object.__setattr__(self, "chunks", tuple(self.chunks))
 
     @classmethod
-    def from_ints(cls, tokens: Sequence[int]) -> ModelInput:
+    def from_ints(cls, tokens: Sequence[int] | np.ndarray) -> ModelInput:
         # EncodedTextChunk copies a list or an array
         whole = isinstance(tokens, list) or _is_id_array(tokens)
         return cls((EncodedTextChunk(tokens if whole else [int(t) for t in tokens]),))
@@ -146,7 +146,9 @@ class ModelInput:
         return tokens
 
     @classmethod
-    def of(cls, tokens: Sequence[int], images: Sequence[PlacedImage] = ()) -> ModelInput:
+    def of(
+        cls, tokens: Sequence[int] | np.ndarray, images: Sequence[PlacedImage] = ()
+    ) -> ModelInput:
         """Build an input of `tokens` that include the tokens of `images` at their positions.
 
         An extension. Raises ValueError if an image's tokens are cut off or not at its position.
