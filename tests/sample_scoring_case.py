@@ -3,6 +3,7 @@ message with answers that it receives, and how many answers it can read in it.
 """
 
 import copy
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -31,7 +32,8 @@ def wrap(name: str) -> None:
         for scorer in worker.sample_scorers.values():
             renderers[:] = [scorer._renderer]
             for sequence in list_sequences(result):
-                print("sampled", repr(parse_answer(scorer._renderer, sequence)[0]), flush=True)
+                text = json.dumps(parse_answer(scorer._renderer, sequence)[0])
+                print("sampled", text, "end", flush=True)
         return result
 
     setattr(SamplingWorker, name, call)

@@ -2,7 +2,6 @@
 rank 0 has all answers scored. Two ranks stand for two machines, each of a single process.
 """
 
-import ast
 import json
 import re
 import time
@@ -34,10 +33,10 @@ reward: graded.py:grade
 """
 # The reward fails in each way at some answers of the tiny model.
 GRADED = """
-import os, time
+import json, os, time
 from rl.rewards import RewardResult
 def grade(prompt, response, meta):
-    print("scored", repr(response), flush=True)
+    print("scored", json.dumps(response), "end", flush=True)
     kind = sum(map(ord, response)) % 41
     if kind == 3:
         raise ValueError("an answer of kind 3")
@@ -82,8 +81,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def read_texts(output: str, word: str) -> Counter:
     """Return how often each answer was sampled or scored, according to a rank's output."""
-    found = re.findall(rf"{word} ('.*'|\".*\")", output)
-    return Counter(ast.literal_eval(text) for text in found)
+    return Counter(json.loads(text) for text in re.findall(rf'{word} (".*?") end', output))
 
 
 @pytest.fixture(scope="module")
