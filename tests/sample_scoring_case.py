@@ -46,9 +46,9 @@ def unpack(payload, original=collectives.unpack_message):
         sequences = copy.deepcopy(list_sequences(result))
         texts = [parse_answer(renderer, s)[0] for renderer in renderers for s in sequences]
         raw = payload.numpy().tobytes()
-        legible = sum(len(text) >= LEGIBLE and text.encode() in raw for text in texts)
+        legible = [text for text in texts if len(text) >= LEGIBLE and text.encode() in raw]
         tokens = sum(sequence.num_tokens for sequence in sequences)
-        print("received", len(raw), len(sequences), tokens, legible, flush=True)
+        print("received", len(raw), len(sequences), tokens, json.dumps(legible), flush=True)
     return message
 
 

@@ -21,7 +21,7 @@ class EncodedTextChunk(ArrayLists):
     read.
     """
 
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # or an array of integers
     type: Literal["encoded_text"] = "encoded_text"
 
     def __post_init__(self) -> None:
@@ -129,7 +129,8 @@ class ModelInput:
     def from_ints(cls, tokens: Sequence[int] | np.ndarray) -> ModelInput:
         # EncodedTextChunk copies a list or an array
         whole = isinstance(tokens, list) or _is_id_array(tokens)
-        return cls((EncodedTextChunk(tokens if whole else [int(t) for t in tokens]),))
+        ids: Any = tokens if whole else [int(t) for t in tokens]
+        return cls((EncodedTextChunk(ids),))
 
     @classmethod
     def empty(cls) -> ModelInput:
@@ -155,6 +156,7 @@ class ModelInput:
         """
         if not images:
             return cls.from_ints(tokens)
+        tokens = np.asarray(tokens).tolist()
         chunks: list[Chunk] = []
         at = 0
         for offset, image in images:
