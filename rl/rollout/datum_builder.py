@@ -342,7 +342,9 @@ def _validate_token_array(label: str, model_input: ModelInput, vocab_size: int) 
             (
                 t
                 for t in tokens
-                if isinstance(t, bool) or not isinstance(t, (int, np.integer)) or abs(t) >= 2**63
+                if isinstance(t, bool)
+                or not isinstance(t, (int, np.integer))
+                or abs(int(t)) >= 2**63
             ),
             tokens,
         )

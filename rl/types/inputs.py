@@ -156,20 +156,20 @@ class ModelInput:
         """
         if not images:
             return cls.from_ints(tokens)
-        tokens = np.asarray(tokens).tolist()
+        ids: list[int] = np.asarray(tokens).tolist()
         chunks: list[Chunk] = []
         at = 0
         for offset, image in images:
             end = offset + image.length
-            if offset < at or image.tokens is None or tuple(tokens[offset:end]) != image.tokens:
+            if offset < at or image.tokens is None or tuple(ids[offset:end]) != image.tokens:
                 raise ValueError(
                     f"the {image.length} tokens of an image are not at position {offset} of "
-                    f"{len(tokens)} tokens"
+                    f"{len(ids)} tokens"
                 )
-            chunks += [EncodedTextChunk(tokens[at:offset])] if offset > at else []
+            chunks += [EncodedTextChunk(ids[at:offset])] if offset > at else []
             chunks.append(image)
             at = end
-        return cls((*chunks, *([EncodedTextChunk(tokens[at:])] if len(tokens) > at else [])))
+        return cls((*chunks, *([EncodedTextChunk(ids[at:])] if len(ids) > at else [])))
 
     def token_ids(self) -> list[int]:
         """Return the ids of all chunks; for images the ids that the model reads.
