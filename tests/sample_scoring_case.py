@@ -4,6 +4,7 @@ message with answers that it receives, and how many answers it can read in it.
 
 import copy
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -15,6 +16,11 @@ from rl.types import SampleResponse
 
 LEGIBLE = 8  # characters of an answer, which errors do not contain by chance
 renderers = []
+
+
+def report(text: str) -> None:
+    """Print a line at once: reward workers write to the same file."""
+    os.write(1, f"{text}\n".encode())
 
 
 def list_sequences(result) -> list:
@@ -33,7 +39,7 @@ def wrap(name: str) -> None:
             renderers[:] = [scorer._renderer]
             for sequence in list_sequences(result):
                 text = json.dumps(parse_answer(scorer._renderer, sequence)[0])
-                print("sampled", text, "end", flush=True)
+                report(f"sampled {text} end")
         return result
 
     setattr(SamplingWorker, name, call)
@@ -48,7 +54,7 @@ def unpack(payload, original=collectives.unpack_message):
         raw = payload.numpy().tobytes()
         legible = [text for text in texts if len(text) >= LEGIBLE and text.encode() in raw]
         tokens = sum(sequence.num_tokens for sequence in sequences)
-        print("received", len(raw), len(sequences), tokens, json.dumps(legible), flush=True)
+        report(f"received {len(raw)} {len(sequences)} {tokens} {json.dumps(legible)} end")
     return message
 
 

@@ -29,6 +29,7 @@ save_every: 1
 rollouts_every: 1
 reward_workers: 1
 reward_timeout: 2
+reward_check: false
 reward: graded.py:grade
 """
 # The reward fails in each way at some answers of the tiny model.
@@ -36,7 +37,7 @@ GRADED = """
 import json, os, time
 from rl.rewards import RewardResult
 def grade(prompt, response, meta):
-    print("scored", json.dumps(response), "end", flush=True)
+    os.write(1, f"scored {json.dumps(response)} end\\n".encode())
     kind = sum(map(ord, response)) % 41
     if kind == 3:
         raise ValueError("an answer of kind 3")
@@ -109,6 +110,18 @@ def assert_equal_runs(folder: Path, expected: Path) -> None:
     assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
 
 
+def assert_scored_where_sampled(outputs: list[str]) -> None:
+    """Each answer is scored once, by workers of the machine that sampled it. Rank 0 has a few
+    reference answers scored before the run, by workers of any machine.
+    """
+    extra = Counter()
+    for output in outputs:
+        sampled, scored = read_texts(output, "sampled"), read_texts(output, "scored")
+        assert sampled and sampled <= scored
+        extra += scored - sampled
+    assert extra.total() <= 16
+
+
 @pytest.mark.slow
 def test_the_run_equals_one_that_rank_0_scores(first, everywhere):
     assert_equal_runs(everywhere[1], first[1])
@@ -120,17 +133,13 @@ def test_the_run_equals_one_that_rank_0_scores(first, everywhere):
 
 @pytest.mark.slow
 def test_each_machine_scores_what_it_sampled(everywhere, first):
-    """Rank 0 also tries the reward on a few reference answers before the run."""
-    for rank, output in enumerate(everywhere[0]):
-        sampled, scored = read_texts(output, "sampled"), read_texts(output, "scored")
-        assert sampled and sampled <= scored
-        assert (scored - sampled).total() <= (16 if rank == 0 else 0)
+    assert_scored_where_sampled(everywhere[0])
     assert not read_texts(first[0][1], "scored")
 
 
 @pytest.mark.slow
 def test_rank_0_receives_numbers_alone(everywhere):
-    found = re.findall(r"received (\d+) (\d+) (\d+) (.*)", everywhere[0][0])
+    found = re.findall(r"received (\d+) (\d+) (\d+) (.*) end", everywhere[0][0])
     messages = [[json.loads(field) for field in row] for row in found if row[1] != "0"]
     assert sum(answers for _, answers, _, _ in messages) >= 3 * 16 + 2 * 4
     for num_bytes, answers, tokens, legible in messages:
@@ -175,7 +184,7 @@ def test_a_replay_of_overlapping_steps_is_the_same_run(tmp_path_factory):
     """Streams return samples before their scores: the log decides when these have arrived."""
     options = {"rollout_mode": "async", "max_steps_off_policy": 1, "steps": 4}
     outputs, recorded = run(tmp_path_factory.mktemp("recorded"), **options)
-    assert read_texts(outputs[1], "sampled") == read_texts(outputs[1], "scored")
+    assert_scored_where_sampled(outputs)
     _, replayed = run(
         tmp_path_factory.mktemp("replayed"), GRADED, "--replay", str(recorded), **options
     )
