@@ -1,5 +1,5 @@
-"""Run train.py on ranks that print each answer that they sample; rank 0 prints the size of each
-message with answers that it receives, and how many answers it can read in it.
+"""Run train.py on ranks that record in files each answer that they sample. Rank 0 records the size
+of each message with answers that it receives, and the answers whose text it can read there.
 """
 
 import copy
@@ -14,13 +14,14 @@ from rl.rollout import parse_answer
 from rl.runtime.sampling_worker import SamplingWorker
 from rl.types import SampleResponse
 
-LEGIBLE = 8  # characters of an answer, which errors do not contain by chance
+LEGIBLE = 8  # characters of an answer that a message does not contain by chance
 renderers = []
 
 
-def report(text: str) -> None:
-    """Print a line at once: reward workers write to the same file."""
-    os.write(1, f"{text}\n".encode())
+def record(name: str, *values) -> None:
+    """Append a line to a file of this rank in the run's folder."""
+    with open(f"{name}-{os.environ['LC_MACHINE']}.jsonl", "a") as file:
+        file.write(json.dumps(values) + "\n")
 
 
 def list_sequences(result) -> list:
@@ -38,8 +39,7 @@ def wrap(name: str) -> None:
         for scorer in worker.sample_scorers.values():
             renderers[:] = [scorer._renderer]
             for sequence in list_sequences(result):
-                text = json.dumps(parse_answer(scorer._renderer, sequence)[0])
-                report(f"sampled {text} end")
+                record("sampled", parse_answer(scorer._renderer, sequence)[0])
         return result
 
     setattr(SamplingWorker, name, call)
@@ -54,10 +54,11 @@ def unpack(payload, original=collectives.unpack_message):
         raw = payload.numpy().tobytes()
         legible = [text for text in texts if len(text) >= LEGIBLE and text.encode() in raw]
         tokens = sum(sequence.num_tokens for sequence in sequences)
-        report(f"received {len(raw)} {len(sequences)} {tokens} {json.dumps(legible)} end")
+        record("received", payload.nbytes, len(sequences), tokens, legible)
     return message
 
 
+os.environ["LC_MACHINE"] = os.environ["RANK"]  # reward workers inherit LC_*
 wrap("sample")
 wrap("run_steps")
 collectives.unpack_message = unpack

@@ -3,7 +3,6 @@ rank 0 has all answers scored. Two ranks stand for two machines, each of a singl
 """
 
 import json
-import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -32,12 +31,14 @@ reward_timeout: 2
 reward_check: false
 reward: graded.py:grade
 """
-# The reward fails in each way at some answers of the tiny model.
+# The reward fails in each way at some answers of the tiny model. It records them on its machine.
 GRADED = """
 import json, os, time
 from rl.rewards import RewardResult
 def grade(prompt, response, meta):
-    os.write(1, f"scored {json.dumps(response)} end\\n".encode())
+    name = f"scored-{os.environ['LC_MACHINE']}.jsonl"
+    with open(os.path.join(os.path.dirname(__file__), name), "a") as file:
+        file.write(json.dumps([response]) + "\\n")
     kind = sum(map(ord, response)) % 41
     if kind == 3:
         raise ValueError("an answer of kind 3")
@@ -62,11 +63,11 @@ def start(folder: Path, graded: str = GRADED, *words: str, script: str = CASE, *
     return shared_ranks().start(*words, cwd=folder, world=2, script=script, **options)
 
 
-def run(folder: Path, *arguments: str, **changes) -> tuple[list[str], Path]:
-    """Return (the output of each rank, the run's folder) of a run that ends well."""
+def run(folder: Path, *arguments: str, **changes) -> tuple[str, Path]:
+    """Return (the output of rank 0, the run's folder) of a run that ends well."""
     launch = start(folder, *arguments, **changes)
     assert launch.wait(300) == [0, 0], launch.output()
-    return [launch.output(rank) for rank in (0, 1)], folder / "out"
+    return launch.output(0), folder / "out"
 
 
 def read_rows(folder: Path, name: str) -> list[dict]:
@@ -80,9 +81,15 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(str(file))
 
 
-def read_texts(output: str, word: str) -> Counter:
-    """Return how often each answer was sampled or scored, according to a rank's output."""
-    return Counter(json.loads(text) for text in re.findall(rf'{word} (".*?") end', output))
+def read_records(run_folder: Path, name: str) -> list[list]:
+    """Return what ranks or rewards have recorded beside the run's folder."""
+    file = run_folder.parent / f"{name}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def read_texts(run_folder: Path, name: str) -> Counter:
+    """Return how often each answer was sampled or scored."""
+    return Counter(text for (text,) in read_records(run_folder, name))
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +117,13 @@ def assert_equal_runs(folder: Path, expected: Path) -> None:
     assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
 
 
-def assert_scored_where_sampled(outputs: list[str]) -> None:
-    """Each answer is scored once, by workers of the machine that sampled it. Rank 0 has a few
-    reference answers scored before the run, by workers of any machine.
+def assert_scored_where_sampled(folder: Path) -> None:
+    """Each answer is scored once, on the machine that sampled it. Rank 0 has a few reference answers
+    scored before the run, on any machine.
     """
-    extra = Counter()
-    for output in outputs:
-        sampled, scored = read_texts(output, "sampled"), read_texts(output, "scored")
+    extra: Counter = Counter()
+    for rank in (0, 1):
+        sampled, scored = (read_texts(folder, f"{word}-{rank}") for word in ("sampled", "scored"))
         assert sampled and sampled <= scored
         extra += scored - sampled
     assert extra.total() <= 16
@@ -126,21 +133,22 @@ def assert_scored_where_sampled(outputs: list[str]) -> None:
 def test_the_run_equals_one_that_rank_0_scores(first, everywhere):
     assert_equal_runs(everywhere[1], first[1])
     rows = read_rows(first[1], "metrics.jsonl")
-    assert sum(row.get("reward/failed", 0) for row in rows) > 0  # the reward did fail
-    for kind in ("kind 3", "ended its worker process", "did not end within 2 s", "returned nan"):
-        assert kind in everywhere[0][0], kind
+    assert sum(row.get("reward/failed", 0) for row in rows) > 0
+    for rank in (0, 1):  # the reward failed in each way on each machine
+        texts = read_texts(everywhere[1], f"sampled-{rank}")
+        kinds = {sum(map(ord, text)) % 41 for text in texts}
+        assert kinds & {5, 7} and kinds & {3, 11}, (rank, kinds)
 
 
 @pytest.mark.slow
 def test_each_machine_scores_what_it_sampled(everywhere, first):
-    assert_scored_where_sampled(everywhere[0])
-    assert not read_texts(first[0][1], "scored")
+    assert_scored_where_sampled(everywhere[1])
+    assert not read_texts(first[1], "scored-1")
 
 
 @pytest.mark.slow
 def test_rank_0_receives_numbers_alone(everywhere):
-    found = re.findall(r"received (\d+) (\d+) (\d+) (.*) end", everywhere[0][0])
-    messages = [[json.loads(field) for field in row] for row in found if row[1] != "0"]
+    messages = [row for row in read_records(everywhere[1], "received-0") if row[1]]
     assert sum(answers for _, answers, _, _ in messages) >= 3 * 16 + 2 * 4
     for num_bytes, answers, tokens, legible in messages:
         assert legible == []
@@ -154,11 +162,11 @@ def test_a_machine_that_cannot_load_the_reward_leaves_its_answers_to_rank_0(firs
     refusal = (
         'import os\nif os.environ.get("RANK") == "1":\n    raise ImportError("no such library")\n'
     )
-    outputs, folder = run(tmp_path, refusal + GRADED)
+    output, folder = run(tmp_path, refusal + GRADED)
     assert_equal_runs(folder, first[1])
-    assert outputs[0].count("rank 0 has the answers of") == 1 and "no such library" in outputs[0]
-    assert not read_texts(outputs[1], "sampled")  # its rank has no scorer
-    assert read_texts(outputs[0], "sampled") <= read_texts(outputs[0], "scored")
+    assert output.count("rank 0 has the answers of") == 1 and "no such library" in output
+    assert not read_texts(folder, "sampled-1")  # its rank has no scorer
+    assert read_texts(folder, "sampled-0") <= read_texts(folder, "scored-0")
 
 
 @pytest.mark.slow
@@ -166,10 +174,8 @@ def test_a_killed_run_resumes_with_the_same_steps(everywhere, tmp_path):
     launch = start(tmp_path)
     metrics = tmp_path / "out" / "metrics.jsonl"
     deadline = time.monotonic() + 200
-    while not any(tmp_path.glob("out/checkpoints/*1*/complete*")) and not launch.poll():
-        if metrics.exists() and '"progress/batch": 1' in metrics.read_text():
-            break
-        assert time.monotonic() < deadline
+    while not (metrics.exists() and '"progress/batch": 1' in metrics.read_text()):
+        assert time.monotonic() < deadline and not launch.poll()
         time.sleep(0.05)
     for rank in (0, 1):
         launch.kill(rank)
@@ -183,11 +189,10 @@ def test_a_killed_run_resumes_with_the_same_steps(everywhere, tmp_path):
 def test_a_replay_of_overlapping_steps_is_the_same_run(tmp_path_factory):
     """Streams return samples before their scores: the log decides when these have arrived."""
     options = {"rollout_mode": "async", "max_steps_off_policy": 1, "steps": 4}
-    outputs, recorded = run(tmp_path_factory.mktemp("recorded"), **options)
-    assert_scored_where_sampled(outputs)
-    _, replayed = run(
-        tmp_path_factory.mktemp("replayed"), GRADED, "--replay", str(recorded), **options
-    )
+    _, recorded = run(tmp_path_factory.mktemp("recorded"), **options)
+    assert_scored_where_sampled(recorded)
+    words = (GRADED, "--replay", str(recorded))
+    _, replayed = run(tmp_path_factory.mktemp("replayed"), *words, **options)
     assert_equal_runs(replayed, recorded)
 
 
@@ -199,5 +204,6 @@ def test_what_ranks_cannot_score_is_scored_by_rank_0_with_a_reason(tmp_path):
         "def grade(prompts, responses, metas):\n"
         "    return [float(len(response)) for response in responses]\n"
     )
-    outputs, _ = run(tmp_path, batched, steps=1)
-    assert outputs[0].count("it takes many answers at once") == 1
+    output, folder = run(tmp_path, batched, steps=1)
+    assert output.count("it takes many answers at once") == 1
+    assert not read_texts(folder, "sampled-0")
