@@ -70,7 +70,7 @@ class ObjectGroup:
     Tensors of the learner use the accelerator's backend instead. `members`: these processes instead
     of the ranks of this world.
 
-    `received_bytes`: bytes that this rank has received: of rank 0's verbs, or on rank 0 of results.
+    `received_bytes`: bytes of rank 0's verbs that this rank has received.
 
     Every wait on rank 0 has a timeout of `timeout_seconds`, after which rank 0 names the ranks it
     waited for. The other ranks wait a little more than twice as long for rank 0, so that rank 0
@@ -232,7 +232,6 @@ class ObjectGroup:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world - 1)]
             self._receive(sizes, seconds)
             payloads = self._receive([torch.empty(int(size), dtype=torch.uint8) for size in sizes])
-        self.received_bytes += sum(payload.nbytes for payload in payloads)
         return [item, *map(unpack_message, payloads)]
 
     @contextlib.contextmanager

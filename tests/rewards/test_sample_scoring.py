@@ -29,6 +29,7 @@ rollouts_every: 1
 reward_workers: 1
 reward_timeout: 2
 reward_check: false
+self_test: false
 reward: graded.py:grade
 """
 # The reward fails in each way at some answers of the tiny model. It records them on its machine.
