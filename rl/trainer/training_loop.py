@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 from rl.trainer.batch_source import open_source
 from rl.trainer.trainer import Trainer
@@ -14,23 +12,10 @@ def train(trainer: Trainer) -> None:
     """Train from the trainer's next batch to its last. Raises FloatingPointError for a loss or
     logits that are not finite.
     """
-    with _freeze_objects(), closing(open_source(trainer, trainer.start())) as source:
+    with closing(open_source(trainer, trainer.start())) as source:
         for number in trainer.batches():
             batch = source.take_batch(number)  # rows of data, or samples with their rewards
             metrics = source.update(batch)  # advantages, gradients, optimizer step
             sampler = source.sync_weights(number)
             trainer.end_batch(batch, metrics, sampler)  # log, evaluate, save, stop on request
     trainer.end()
-
-
-@contextmanager
-def _freeze_objects() -> Iterator[None]:
-    """Exclude the objects that exist by now, those of imported modules above all, from garbage
-    collection. A batch makes many objects, so that all of them would be searched in every step:
-    0.1 s each time.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
