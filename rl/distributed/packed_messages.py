@@ -11,15 +11,24 @@ import numpy as np
 import torch
 
 _ALIGNMENT = 64  # bytes, of an array in a message
+_MIN_ARRAY_BYTES = 1024  # of an array beside the pickle: a smaller one is copied in less time
 
 
 def pack_message(item: Any) -> torch.Tensor:
     """Return a pickled object, uint8 [bytes]: a table of sizes (int64: that of the pickle, then of
     each array), the pickle, and the arrays, which are copied once.
     """
-    buffers: list[pickle.PickleBuffer] = []
-    packed = pickle.dumps(item, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
-    parts = [memoryview(packed), *(buffer.raw() for buffer in buffers)]
+    arrays: list[memoryview] = []
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        array = buffer.raw()
+        if array.nbytes < _MIN_ARRAY_BYTES:
+            return True
+        arrays.append(array)
+        return False
+
+    packed = pickle.dumps(item, pickle.HIGHEST_PROTOCOL, buffer_callback=keep_inside)
+    parts = [memoryview(packed), *arrays]
     sizes = np.array([len(parts), *map(len, parts)], np.int64)
     ends = _place_parts(sizes)
     message = np.empty(int(ends[-1]), np.uint8)
