@@ -19,10 +19,10 @@ class SampleScorerHandle:
     while any are expected, because a rank is told what to do by verbs alone.
     """
 
-    def __init__(self, driver: Driver, scorer_id: int, setup: bytes):
+    def __init__(self, driver: Driver, scorer_id: int, packed: bytes):
         self._driver, self.scorer_id = driver, scorer_id
         opened: list[tuple[str, str | None]] = driver.submit(
-            "open_scorer", scorer_id, setup
+            "open_scorer", scorer_id, packed
         ).result()
         self.refusals = {machine: reason for machine, reason in opened if reason is not None}
         self._lock = threading.Condition()

@@ -32,7 +32,6 @@ from rl.distributed import (
 )
 from rl.errors import RankLost, UserError
 from rl.learner import ModelSpec, learner_checkpoint
-from rl.rollout import ScorerSettings
 from rl.runtime import Driver, WorkerSettings, is_driver, serve_verbs
 from rl.types import LoraConfig
 from rl.types.number_checks import validate_integer
@@ -121,11 +120,11 @@ class ServiceClient:
         """Set the size of each device's KV cache, in tokens, for samples requested from now on."""
         self._driver.submit("set_cache_size", tokens).result()
 
-    def open_scorer(self, setup: ScorerSettings) -> SampleScorerHandle:
-        """Let every rank score the samples of requests with `scoring` (an extension). Raises an
-        error if the setup cannot be pickled.
+    def open_scorer(self, packed: bytes) -> SampleScorerHandle:
+        """Let every rank score the samples of requests with `scoring` (an extension). `packed`: of
+        `ScorerSettings.pack`.
         """
-        return SampleScorerHandle(self._driver, self._context.next_scorer_id(), setup.pack())
+        return SampleScorerHandle(self._driver, self._context.next_scorer_id(), packed)
 
     # ------------------------------------------------------------------------------------- training
 

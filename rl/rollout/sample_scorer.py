@@ -47,19 +47,19 @@ class ScorerSettings:
     variables: Mapping[str, str]
 
     def pack(self) -> bytes:
-        """Return the setup for `SampleScorer`. Raises an error if it cannot be pickled."""
+        """Return the settings for `SampleScorer`. Raises an error if it cannot be pickled."""
         return pickle.dumps(self)
 
 
 class SampleScorer:
     """Score this rank's samples with an equal part of the machine's reward workers, at least one.
 
-    `setup`: packed ScorerSettings. `rank`: this rank. `num_ranks`: ranks of this machine that
+    `packed`: ScorerSettings. `rank`: this rank. `num_ranks`: ranks of this machine that
     score. Raises an error if the reward cannot be loaded here.
     """
 
-    def __init__(self, setup: bytes, rank: int, num_ranks: int):
-        unpacked: ScorerSettings = pickle.loads(setup)
+    def __init__(self, packed: bytes, rank: int, num_ranks: int):
+        unpacked: ScorerSettings = pickle.loads(packed)
         self._renderer = unpacked.renderer
         self._scorer = Scorer(
             unpacked.reward,
@@ -130,10 +130,10 @@ def _get_score(result: PendingScore) -> Score | None:
 
 
 def open_sample_scorer(
-    setup: bytes, rank: int, num_ranks: int
+    packed: bytes, rank: int, num_ranks: int
 ) -> tuple[SampleScorer | None, str | None]:
     """Return (a SampleScorer, None), or (None, the reason) if the reward cannot be loaded here."""
     try:
-        return SampleScorer(setup, rank, num_ranks), None
+        return SampleScorer(packed, rank, num_ranks), None
     except Exception as error:  # boundary: loading runs the user's code
         return None, str(error) if isinstance(error, UserError) else describe_error(error)

@@ -412,7 +412,7 @@ class SamplingWorker:
             scorer.submit(task, response.sequences)
 
     @verb(SAMPLER, lambda parts: [part for part in parts if part is not None])
-    def open_scorer(self, scorer_id: int, setup: bytes) -> tuple[str, str | None] | None:
+    def open_scorer(self, scorer_id: int, packed: bytes) -> tuple[str, str | None] | None:
         """Open a scorer of this rank's samples. Return the name of this machine, and the reason if
         the reward cannot be loaded here. Merged: those of the ranks that report samples.
         """
@@ -420,7 +420,7 @@ class SamplingWorker:
             return None
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         ranks = -(-ranks // self.settings.sampler.tp)
-        scorer, reason = open_sample_scorer(setup, self.objects.rank, ranks)
+        scorer, reason = open_sample_scorer(packed, self.objects.rank, ranks)
         if scorer is not None:
             self.sample_scorers[scorer_id] = scorer
         return socket.gethostname(), reason

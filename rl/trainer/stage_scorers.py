@@ -32,18 +32,18 @@ def open_sample_scorers(
     if scorer is None or get_reward_machines().address is None or not spreads_rewards(data):
         return None  # all ranks are on this machine, or its workers alone score
     reason = _find_obstacle(prepared, judge)
-    handle = None
+    settings = ScorerSettings(
+        renderer, scorer.reward, scorer.timeout, scorer.workers, scorer.variables
+    )
     if reason is None:
-        setup = ScorerSettings(
-            renderer, scorer.reward, scorer.timeout, scorer.workers, scorer.variables
-        )
         try:
-            handle = service.open_scorer(setup)
+            packed = settings.pack()
         except Exception as error:  # boundary: pickling runs code of the renderer and the reward
             reason = f"it cannot be sent to other processes ({describe_error(error)})"
-    if handle is None:
+    if reason is not None:
         note(f"reward {scorer.reward.name}: rank 0 reads every answer and has it scored: {reason}")
         return None
+    handle = service.open_scorer(packed)
     for machine, refusal in handle.refusals.items():
         note(f"reward {scorer.reward.name}: rank 0 has the answers of {machine} scored: {refusal}")
     return handle
