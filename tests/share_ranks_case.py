@@ -26,7 +26,7 @@ from rl.runtime import WorkerSettings, worker_group  # noqa: E402
 from rl.runtime.verb_table import LEARNER, verb  # noqa: E402
 from rl.types import Datum, ModelInput  # noqa: E402
 
-BUDGET = 300
+BUDGET = 500
 # name: (layout, loss, whether each micro-batch is a separate call)
 CASES = {
     "padded, ppo": ("padded", "ppo", False),
@@ -46,11 +46,11 @@ class ShareWorker(CaseWorker):
 
 
 def make_datums(loss: str) -> list[Datum]:
-    """Return 24 groups of four answers of 40 to 120 tokens to a prompt of 12."""
+    """Return 24 groups of four answers of 80 to 200 tokens to a prompt of 12."""
     rng, made = np.random.default_rng(3), []
     for _ in range(24):
         prompt = rng.integers(3, 14, 12).tolist()
-        for answer in rng.integers(40, 120, 4):
+        for answer in rng.integers(80, 200, 4):
             tokens = prompt + rng.integers(3, 14, answer).tolist()
             mask = np.array([0.0] * 11 + [1.0] * answer, np.float32)
             fields = {"target_tokens": tokens[1:], "mask": mask}

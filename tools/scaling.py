@@ -82,21 +82,29 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class DriverRates:
-    """Hold the rates of the work that rank 0 does, and of reward workers. `reward_machines`: on how
-    many machines `reward_workers` workers each compute rewards; 0: on all. `score_seconds`: rank 0's
-    own time for an answer, as bench/reward_machines.py measures it. `bytes_per_token`,
-    `pack_seconds` and `unpack_seconds` (per token) describe a batch on its way to the ranks.
-    `chunk_rate` and `verb_seconds` are what tools/weight_chunks.py measures on a CPU, rounded.
+    """Hold the rates of the work that rank 0 does, and of reward workers.
+
+    reward_machines   on how many machines `reward_workers` workers each compute rewards, whose
+                      answers rank 0 hands out; 0: each machine scores what it sampled
+    score_seconds     rank 0's time to hand out an answer, which bench/reward_machines.py measures
+    answer_seconds    rank 0's other time for an answer: from the messages of the ranks with samples
+                      and scores to those with each rank's share of the batch, and from the ranks'
+                      outputs to the metrics
+    bytes_per_answer  of these messages
+    unpack_seconds    a rank's time for an answer of its share
+    chunk_rate        and verb_seconds: what tools/weight_chunks.py measures on a CPU, rounded
+
+    tools/answer_path.py measures what an answer takes, for the lengths of `Load`.
     """
 
     reward_seconds: float = 0.005
     reward_workers: int = 8
     reward_machines: int = 0
     score_seconds: float = 100e-6
-    bytes_per_token: float = 24.3
-    pack_seconds: float = 50e-9
-    unpack_seconds: float = 60e-9
-    network: float = 1.5e9  # bytes/s of the shares, which gloo sends over TCP
+    answer_seconds: float = 165e-6
+    bytes_per_answer: float = 24_800.0
+    unpack_seconds: float = 40e-6
+    network: float = 1.5e9  # bytes/s of the messages, which gloo sends over TCP
     pcie: float = 50e9  # bytes/s between a GPU and pinned memory
     chunk_rate: float = 12.5e9  # bytes/s of chunks that get a checksum, by one thread
     verb_seconds: float = 0.9e-3  # of a chunk's verb, besides its bytes
@@ -373,22 +381,22 @@ def compute_flops(shape: ModelShape, load: Load) -> float:
 
 
 def compute_reward_seconds(driver: DriverRates, answers: int, machines: int) -> float:
-    """Return the seconds in which all answers are scored: by the workers, whose number grows with
-    the machines, or by rank 0, which hands out the answers, if that takes longer.
+    """Return the seconds in which all answers are scored by the workers, whose number grows with the
+    machines; or by those of a fixed number of machines, to which rank 0 hands out the answers.
     """
     workers = driver.reward_workers * (driver.reward_machines or machines)
-    return answers * max(driver.reward_seconds / workers, driver.score_seconds)
+    handed_out = driver.score_seconds if driver.reward_machines else 0.0
+    return answers * max(driver.reward_seconds / workers, handed_out)
 
 
 def compute_batch_seconds(driver: DriverRates, load: Load, world: int) -> float:
-    """Return rank 0's seconds to pack and send each other rank its share, and those of a rank to
-    unpack it.
+    """Return rank 0's seconds for all answers and for the messages of the other ranks, and those of
+    a rank to read its share.
     """
-    if world == 1:
-        return 0.0
-    sent = (world - 1) * load.tokens
-    send = sent * (driver.pack_seconds + driver.bytes_per_token / driver.network)
-    return send + load.tokens * driver.unpack_seconds
+    answers, others = world * load.answers, (world - 1) * load.answers
+    sent = others * driver.bytes_per_answer / driver.network
+    read = load.answers * driver.unpack_seconds if world > 1 else 0.0
+    return answers * driver.answer_seconds + sent + read
 
 
 def transfer_seconds(num_bytes: float, link: float, driver: DriverRates) -> float:

@@ -355,7 +355,7 @@ class EpisodeTokens:
         self.parts = trajectory_to_datums(trajectory, 0.0)  # token advantages follow
         turns_D = [turns for _, turns in trajectory.datums]
         self.masks = [datum.action_mask for datum in self.parts]
-        turns_N = [len(turn.ac.tokens) for turn in trajectory.transitions]  # action tokens
+        turns_N = [turn.ac.num_tokens for turn in trajectory.transitions]  # action tokens
         self.ends_N = np.cumsum(turns_N)
         self.count = int(sum(mask.sum() for mask in self.masks))
         if self.count != self.ends_N[-1]:

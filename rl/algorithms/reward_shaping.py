@@ -103,7 +103,7 @@ class RewardShaper:
             for trajectory, steps in zip(group.trajectories_G, rewards_G_N, strict=True):
                 turns = trajectory.transitions
                 # max_tokens bounds each turn, not the episode
-                longest = max(len(turn.ac.tokens) for turn in turns)
+                longest = max(turn.ac.num_tokens for turn in turns)
                 overlong.append(
                     overlong_penalty(longest, self.max_tokens, s.overlong_share, s.overlong_penalty)
                 )

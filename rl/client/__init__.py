@@ -6,6 +6,7 @@ from rl.client.custom_loss import LossHandle, PerDatumLossFn
 from rl.client.rest_client import RestClient
 from rl.client.sample_stream import SampleStream
 from rl.client.sampling_client import SamplingClient
+from rl.client.scorer_handle import SampleScorerHandle
 from rl.client.service_client import ServiceClient
 from rl.client.training_client import (
     CallRecorder,
@@ -23,6 +24,7 @@ __all__ = [
     "LossHandle",
     "PerDatumLossFn",
     "RestClient",
+    "SampleScorerHandle",
     "SampleStream",
     "SamplingClient",
     "ServiceClient",

@@ -18,6 +18,7 @@ from rl.client.classifier_client import ClassifierClient
 from rl.client.custom_loss import LossHandle, PerDatumLossFn
 from rl.client.rest_client import RestClient, list_server_capabilities, refuse_base_url
 from rl.client.sampling_client import SamplingClient
+from rl.client.scorer_handle import SampleScorerHandle
 from rl.client.service_context import ServiceContext, check_user_metadata
 from rl.client.training_client import TrainingClient
 from rl.client.training_config import TrainingConfig
@@ -118,6 +119,12 @@ class ServiceClient:
     def set_cache_size(self, tokens: int) -> None:
         """Set the size of each device's KV cache, in tokens, for samples requested from now on."""
         self._driver.submit("set_cache_size", tokens).result()
+
+    def open_scorer(self, packed: bytes) -> SampleScorerHandle:
+        """Let every rank score the samples of requests with `scoring` (an extension). `packed`: of
+        `ScorerSettings.pack`.
+        """
+        return SampleScorerHandle(self._driver, self._context.next_scorer_id(), packed)
 
     # ------------------------------------------------------------------------------------- training
 

@@ -37,10 +37,12 @@ class ServiceContext:
         self._folder_models: dict[str, int] = {}  # which model wrote a folder
         # by output folder: ids of the models that save to a separate subfolder of it
         self._separate_models: dict[str, set[int]] = {}
-        # each returns a new id of a model or weight version, or the index of a new random stream
+        # each returns a new id of a model, weight version or scorer, or the index of a new random
+        # stream
         self.next_model_id = itertools.count().__next__
         self.next_version_id = itertools.count(1).__next__
         self.next_stream = itertools.count(1).__next__
+        self.next_scorer_id = itertools.count().__next__
         self._warnings: set[str] = set()
 
     def warn_once(self, text: str) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from rl.distributed.gloo_interface import select_gloo_interface
 from rl.distributed.heartbeat import HeartbeatMonitor, HeartbeatSender
+from rl.distributed.packed_messages import pack_message, unpack_message
 from rl.errors import OtherRankFailed, RankLost
 from rl.sanitize import list_some
 
@@ -165,8 +166,8 @@ class ObjectGroup:
         leaves no rank waiting. A share of several ranks is pickled once.
         """
         others = () if shares is None else shares[1:]
-        packed = {key: _pack(share) for key, share in {id(s): s for s in others}.items()}
-        header, messages = _pack(verb), [packed[id(share)] for share in others]
+        packed = {key: pack_message(share) for key, share in {id(s): s for s in others}.items()}
+        header, messages = pack_message(verb), [packed[id(share)] for share in others]
         sizes = torch.zeros(self.world, dtype=torch.int64)  # of the header, then of each message
         sizes[: 1 + len(messages)] = torch.tensor([len(header), *map(len, messages)])
         self._verbs.broadcast(sizes, 0).wait()
@@ -185,9 +186,9 @@ class ObjectGroup:
         message = torch.empty(int(sizes[self.rank]), dtype=torch.uint8)
         self.received_bytes += sizes.nbytes + header.nbytes + message.nbytes
         if not len(message):
-            return _unpack(header)
+            return unpack_message(header)
         self._verbs.recv([message], 0, 0).wait()
-        return (*_unpack(header), _unpack(message))
+        return (*unpack_message(header), unpack_message(message))
 
     def broadcast_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return rank 0's buffer on every rank: over NCCL in GPU memory if there are GPUs, from
@@ -216,7 +217,7 @@ class ObjectGroup:
         if self.world == 1:
             return [item]
         if self.rank > 0:
-            payload = _pack(item)
+            payload = pack_message(item)
             limit = [] if seconds is None else [datetime.timedelta(seconds=seconds)]
             begin = time.monotonic()
             try:
@@ -231,7 +232,7 @@ class ObjectGroup:
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world - 1)]
             self._receive(sizes, seconds)
             payloads = self._receive([torch.empty(int(size), dtype=torch.uint8) for size in sizes])
-        return [item, *map(_unpack, payloads)]
+        return [item, *map(unpack_message, payloads)]
 
     @contextlib.contextmanager
     def _mark_waiting(self) -> Iterator[None]:
@@ -306,17 +307,6 @@ class ObjectGroup:
             f"did not answer within {self.timeout_seconds:g} s: it hangs, or needs longer (raise "
             "the setting timeout)"
         )
-
-
-def _pack(item: Any) -> torch.Tensor:
-    """Return a pickled object, uint8 [bytes]."""
-    packed = pickle.dumps(item, pickle.HIGHEST_PROTOCOL)  # copies an array once
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-
-
-def _unpack(payload: torch.Tensor) -> Any:
-    """Return the object of `_pack`."""
-    return pickle.loads(payload.numpy().data)
 
 
 def _arrives_in_time(work: dist.Work | None, seconds: float) -> bool:

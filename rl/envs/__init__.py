@@ -18,12 +18,7 @@ from rl.envs.game_env import Game, check_choice
 from rl.envs.key_value_store import KeyValueStore
 from rl.envs.message_env import EnvironmentGroup, EpisodeLimits
 from rl.envs.opponent_pool import OpponentPool
-from rl.envs.problem_env import (
-    ProblemGroupBuilder,
-    last_user_text,
-    make_reward_episode,
-    make_reward_meta,
-)
+from rl.envs.problem_env import ProblemGroupBuilder, last_user_text, make_scored_problem
 from rl.envs.tools import Tool, ToolCall, tool
 
 __all__ = [
@@ -40,7 +35,6 @@ __all__ = [
     "Tool",
     "TurnResult",
     "parse_environment",
-    "make_reward_episode",
     "grade_answer",
     "isolate_environment",
     "generate_demonstrations",
@@ -49,7 +43,7 @@ __all__ = [
     "list_environments",
     "load_object",
     "resolve_environment",
-    "make_reward_meta",
+    "make_scored_problem",
     "show_help",
     "tool",
     "apply_isolation",

@@ -4,13 +4,22 @@ the episode, and a reward scores the answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rl.images import content_to_text, has_images
-from rl.renderers import Renderer, format_with_calls, renderer_for_row
-from rl.rewards import CONVERSATION, Episode, EpisodeTurn, Scorer
-from rl.rollout import Env, EnvGroupBuilder, StepResult
+from rl.renderers import Renderer, renderer_for_row
+from rl.rewards import (
+    CONVERSATION,
+    RankScores,
+    Reward,
+    RewardItem,
+    SampleScore,
+    Score,
+    ScoredProblem,
+    Scorer,
+)
+from rl.rollout import Env, EnvGroupBuilder, StepResult, parse_answer
 from rl.types import Message, ModelInput, Problem, SampledSequence
 
 
@@ -21,45 +30,81 @@ class ProblemEnv(Env):
 
     def __init__(self, builder: ProblemGroupBuilder):
         self.builder = builder
+        self.scoring = builder.scoring
 
     def initial_observation(self) -> tuple[ModelInput, Sequence[str] | Sequence[int] | None]:
         """Return the prompt and its stop sequences."""
         return self.builder.prompt, self.builder.stop
 
     def step(self, action: SampledSequence) -> StepResult:
-        """Return the finished step; its reward is submitted to the scorer."""
-        builder = self.builder
-        message, ended = builder.renderer.parse_response(action.tokens)
-        response = format_with_calls(message)
+        """Return the finished step. Its reward is the score of the rank that sampled the action, if
+        there is one; otherwise it is submitted to the scorer.
+        """
+        builder, scorer = self.builder, self.builder.scorer
+        logs: Mapping[str, Any] = {
+            "prompt": builder.prompt_text,
+            "response": "",
+            "messages": builder.problem.messages,
+            **builder.expected,
+        }
         reward: Any = 0.0
-        if (scorer := builder.scorer) is not None:
-            episode = None
-            if scorer.reward.episode:
-                turn = EpisodeTurn(
-                    response, tokens=len(action.tokens), stop_reason=action.stop_reason
+        computed: SampleScore | None = action.score
+        if computed is not None and scorer is not None:
+            ended, reward = computed.ended, computed.score
+            logs = _DecodedLogs(logs, lambda: parse_answer(builder.renderer, action)[0])
+            if isinstance(reward, Score):
+                scorer.record_score(reward)
+            else:
+                assert builder.rank_scores is not None  # no other request gets a ticket
+                reward = builder.rank_scores.expect(
+                    reward, scorer, lambda: self._make_item(action, logs["response"])
                 )
-                episode = make_reward_episode(builder.problem, turn)
-            reward = scorer.submit(builder.prompt_text, response, builder.reward_meta, episode)
+        else:
+            response, ended = parse_answer(builder.renderer, action)
+            logs = {**logs, "response": response}
+            if scorer is not None:
+                reward = scorer.submit(*self._make_item(action, response))
         return StepResult(
-            reward=reward,
-            episode_done=True,
-            metrics={"ended": float(ended)},
-            logs={
-                "prompt": builder.prompt_text,
-                "response": response,
-                "messages": builder.problem.messages,
-                **builder.expected,
-            },
+            reward=reward, episode_done=True, metrics={"ended": float(ended)}, logs=logs
         )
+
+    def _make_item(self, action: SampledSequence, response: str) -> RewardItem:
+        """Return the arguments of `Scorer.submit` for an answer with this text."""
+        return self.builder.scored.make_item(response, action.num_tokens, action.stop_reason)
+
+
+class _DecodedLogs(Mapping[str, Any]):
+    """Hold the logs of an answer whose text is decoded when it is first read."""
+
+    def __init__(self, logs: Mapping[str, Any], decode: Callable[[], str]):
+        self._logs, self._decode = dict(logs), decode
+        self._is_decoded = False
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "response" and not self._is_decoded:
+            self._logs[name], self._is_decoded = self._decode(), True
+        return self._logs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._logs)
+
+    def __len__(self) -> int:
+        return len(self._logs)
 
 
 class ProblemGroupBuilder(EnvGroupBuilder):
     """Build the group of a problem: the prompt is rendered once, and each member answers it.
-    Without a scorer the reward is 0.
+    Without a scorer the reward is 0. `rank_scores`: the scorers that the ranks have opened for the
+    same reward and renderer, to score what they sample.
     """
 
     def __init__(
-        self, problem: Problem, group_size: int, renderer: Renderer, scorer: Scorer | None
+        self,
+        problem: Problem,
+        group_size: int,
+        renderer: Renderer,
+        scorer: Scorer | None,
+        rank_scores: RankScores | None = None,
     ):
         self.problem = problem
         self.group_size = group_size
@@ -68,31 +113,33 @@ class ProblemGroupBuilder(EnvGroupBuilder):
         self.tag = problem.tag
         self.problem_index = problem.index
         self.meta = problem.meta
-        self.prompt = renderer_for_row(renderer, problem).build_generation_prompt(problem.messages)
+        prompt = renderer_for_row(renderer, problem).build_generation_prompt(problem.messages)
+        self.prompt = prompt.with_arrays()
         self.prompt_text = last_user_text(problem.messages)
         self.stop = renderer.get_stop_sequences()
         answer = problem.meta.get("answer", problem.meta.get("expected_answer"))
         self.expected = {} if answer is None else {"answer": str(answer)}
-        self.reward_meta = make_reward_meta(problem, scorer)
+        self.scored = make_scored_problem(problem, None if scorer is None else scorer.reward)
+        self.rank_scores = rank_scores
+        # pickled once for all answers; None: rank 0 scores them
+        self.scoring = None if rank_scores is None else self.scored.make_task(rank_scores.scorer_id)
 
     def make_envs(self) -> list[ProblemEnv]:
         """Return an environment for each member."""
         return [ProblemEnv(self) for _ in range(self.group_size)]
 
 
-def make_reward_episode(problem: Problem, turn: EpisodeTurn) -> Episode:
-    """Return the episode that a reward of whole episodes receives for an answer to a problem."""
-    answer: Message = {"role": "assistant", "content": turn.response}
-    return Episode([*_remove_images(problem.messages), answer], [turn], problem.tag)
-
-
-def make_reward_meta(problem: Problem, scorer: Scorer | None) -> Mapping[str, Any]:
-    """Return the `meta` argument of a reward: the row's columns. A reward of lists also receives
-    the prompt of a row that is a conversation.
+def make_scored_problem(problem: Problem, reward: Reward | None) -> ScoredProblem:
+    """Return what a reward receives of a problem: the last user message, the row's columns, and the
+    conversation if it takes episodes. The columns that a reward of lists receives include the
+    prompt of a row that is a conversation.
     """
-    if scorer is None or not scorer.reward.batched or not problem.chat:
-        return problem.meta
-    return {**problem.meta, CONVERSATION: _remove_images(problem.messages)}
+    meta: Mapping[str, Any] = problem.meta
+    if reward is not None and reward.batched and problem.chat:
+        meta = {**meta, CONVERSATION: _remove_images(problem.messages)}
+    takes_episodes = reward is not None and reward.episode
+    messages = _remove_images(problem.messages) if takes_episodes else None
+    return ScoredProblem(last_user_text(problem.messages), meta, messages, problem.tag)
 
 
 def _remove_images(messages: Sequence[Message]) -> list[Message]:

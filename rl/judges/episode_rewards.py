@@ -30,7 +30,7 @@ def make_episode(trajectory: Trajectory, tag: str = "problem") -> Episode:
             EpisodeTurn(
                 str(logs.get("response", "")),
                 transition.reward,
-                len(transition.ac.tokens),
+                transition.ac.num_tokens,
                 transition.ac.stop_reason,
                 dict(transition.metrics),
             )

@@ -142,9 +142,9 @@ def make_units(
     if layout != "shared":
         return [[i] for i in range(len(datums))]
     result: list[list[int]] = []
-    last: list[int] | None = None
+    last: bytes | None = None
     for i, datum in enumerate(datums):
-        prompt = datum.model_input.token_ids()[: prompt_length(datum)]
+        prompt = datum.model_input.token_array()[: prompt_length(datum)].tobytes()
         if prompt == last and unit_cost(datums, [*result[-1], i], varlen=varlen) <= token_budget:
             result[-1].append(i)
         else:
@@ -286,7 +286,7 @@ def collate(
         raise ValueError(f"unknown layout {layout!r}: expected {', '.join(LAYOUTS)}")
     indices = [i for unit in chunk for i in unit]
     selected = [datums[i] for i in indices]
-    tokens = [np.asarray(datum.model_input.token_ids(), dtype=np.int64) for datum in selected]
+    tokens = [datum.model_input.token_array() for datum in selected]
     images = _collect_images(selected, layout)
     lengths = [len(token_ids) for token_ids in tokens]
     row = None

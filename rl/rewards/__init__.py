@@ -13,7 +13,7 @@ from rl.rewards import (
     text_quality,
 )
 from rl.rewards.module_loader import load_file
-from rl.rewards.reward_calls import Episode, EpisodeTurn, RewardResult, Score
+from rl.rewards.reward_calls import Episode, EpisodeTurn, RewardItem, RewardResult, Score
 from rl.rewards.reward_machines import get_reward_machines, serve_reward_workers
 from rl.rewards.reward_registry import (
     GAVE_UP,
@@ -25,6 +25,14 @@ from rl.rewards.reward_registry import (
 )
 from rl.rewards.reward_scorer import PendingScore, RewardsLost, Scorer
 from rl.rewards.reward_workers import build_worker_environment
+from rl.rewards.sample_scores import (
+    RankScores,
+    SampleScore,
+    ScoredProblem,
+    ScoreTicket,
+    ScoringTask,
+    hash_beginning,
+)
 from rl.rewards.trl_adapter import CONVERSATION
 
 __all__ = [
@@ -33,8 +41,15 @@ __all__ = [
     "Episode",
     "PendingScore",
     "Reward",
+    "RewardItem",
     "RewardResult",
     "RewardsLost",
+    "RankScores",
+    "SampleScore",
+    "ScoreTicket",
+    "ScoredProblem",
+    "ScoringTask",
+    "hash_beginning",
     "Score",
     "Scorer",
     "EpisodeTurn",

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal
@@ -155,10 +155,11 @@ class Scorer:
     score. `seconds`: run time of each reward, summed over answers, until `take_seconds`. An answer
     for which a built-in reward exceeds the time limit, or ends its worker, scores 0 with the metric
     `gave_up`. A worker process receives the environment variables in reward_workers.ENVIRONMENT
-    and those in `environment` (names, or patterns such as PREFIX*). `machines`: other machines, on
-    each of which as many workers score, if the place is "process" and the reward takes one item at
-    a time. While many answers wait, a worker process receives several quick ones in a message, and
-    scores them in turn, each within the time limit.
+    and those in `environment` (names, or patterns such as PREFIX*; or a table of their values).
+    `machines`: other machines, on each of which as many workers score, if the place is "process"
+    and the reward takes one item at a time. `num_processes`: processes of this machine that divide
+    its workers; each has at least one. While many answers wait, a worker process receives several
+    quick ones in a message, and scores them in turn, each within the time limit.
     """
 
     def __init__(
@@ -167,21 +168,25 @@ class Scorer:
         *,
         timeout: float = 10.0,
         workers: int | None = None,
-        environment: Sequence[str] = (),
+        environment: Sequence[str] | Mapping[str, str] = (),
         machines: RewardMachines | None = None,
+        num_processes: int = 1,
     ):
         if not timeout > 0:
             raise UserError(f"a reward's timeout is a positive number of seconds, got {timeout}")
         if workers is not None and workers < 1:
             raise UserError(f"a scorer has at least 1 worker, got {workers}")
         self.reward = resolve_reward(reward)
-        self.timeout = timeout
+        self.timeout, self.workers = timeout, workers
         self.seconds: dict[str, float] = {}
         self.counts = {"calls": 0, "errors": 0, "timeouts": 0, "nan": 0, "deaths": 0}
         _check_packages(self.reward)
         self.place: WorkerPlace = _select_place(self.reward)
-        self._environment = build_worker_environment(environment)
-        self._variables = select_variables(environment)
+        # the variables of this machine, and those that workers of other machines receive as well
+        self.variables: Mapping[str, str] = (
+            environment if isinstance(environment, Mapping) else select_variables(environment)
+        )
+        self._environment = {**build_worker_environment(), **self.variables}
         self._output = RewardOutput(self.reward.name)
         self._lost_workers: dict[str | None, int] = {}  # number by kind of failure
         self._lock = threading.Condition()
@@ -208,7 +213,7 @@ class Scorer:
         except Exception as error:
             reason = str(error) if isinstance(error, WorkerStartError) else describe_error(error)
             raise UserError(f"reward {self.reward.name!r} cannot be used: {reason}") from error
-        self._workers_per_machine = workers or default
+        self._workers_per_machine = -(-(workers or default) // num_processes)
         self._start_threads(worker, None)
         # A batched reward may compare the answers of a call, which more workers would divide.
         self._machines = None if self.reward.batched or self.place != "process" else machines
@@ -324,6 +329,19 @@ class Scorer:
             seconds, self.seconds = self.seconds, {}
         return seconds
 
+    def record_score(self, score: Score) -> None:
+        """Count a score that another scorer computed."""
+        with self._lock:
+            self._count(score)
+
+    def _count(self, reply: Score) -> None:
+        """Count a reply and its seconds. The caller holds the lock."""
+        for name, seconds in reply.seconds.items():
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.counts["calls"] += 1
+        if reply.failure is not None:
+            self.counts[_FAILURE_COUNTS[reply.failure]] += 1
+
     def score_many(self, items: Iterable[tuple[Any, ...]]) -> list[Score]:
         """Return the scores of (prompt, response, meta) items, in order.
 
@@ -358,15 +376,11 @@ class Scorer:
         `give_up`: a failure scores 0, as for an answer on which a built-in reward gives up.
         """
         with self._lock:
-            for name, seconds in reply.seconds.items():
-                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-            self.counts["calls"] += 1
+            self._count(reply)
             is_lost = reply.failure in ("timeout", "death")
             # the reward's code can set its seconds to any number; max(0.0, nan) is 0.0
             run_time = self.timeout if is_lost else max(0.0, sum(reply.seconds.values()))
             self._mean_seconds += 0.1 * (min(run_time, self.timeout) - self._mean_seconds)
-            if reply.failure is not None:
-                self.counts[_FAILURE_COUNTS[reply.failure]] += 1
         score = reply
         if give_up:
             result = self.reward.give_up_result((pending.prompt, pending.response, None))
@@ -551,7 +565,7 @@ class Scorer:
         start = (
             partial(WorkerProcess, RUN_WORKER, self._environment, MAX_REPLY_BYTES, self._output)
             if machine is None
-            else partial(machine.start_process, self.reward.name, self._variables)
+            else partial(machine.start_process, self.reward.name, self.variables)
         )
         return ProcessRewardWorker(self.reward, self.timeout, start)
 

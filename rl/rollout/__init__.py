@@ -51,6 +51,12 @@ from rl.rollout.rollout_types import (
     is_mixed,
     list_turns,
 )
+from rl.rollout.sample_scorer import (
+    SampleScorer,
+    ScorerSettings,
+    open_sample_scorer,
+    parse_answer,
+)
 from rl.rollout.staleness import StalenessController
 
 __all__ = [
@@ -76,6 +82,10 @@ __all__ = [
     "RolloutBatch",
     "ActionSampler",
     "StepResult",
+    "SampleScorer",
+    "ScorerSettings",
+    "open_sample_scorer",
+    "parse_answer",
     "Trajectory",
     "TrajectoryGroup",
     "Transition",

@@ -196,13 +196,13 @@ class BatchStream(ActionStream):
         return self._requests
 
     def run_steps(self, steps: int) -> SamplingStep:
-        requests: list[SamplingRequest] = []
+        groups: list[list[SamplingRequest]] = []
         for request in self._requests.values():
-            if requests and _continues(requests[-1], request):
-                count = requests[-1].num_samples + 1
-                requests[-1] = replace(requests[-1], num_samples=count)
+            if groups and _continues(groups[-1], request):
+                groups[-1].append(request)
             else:
-                requests.append(request)
+                groups.append([request])
+        requests = [replace(group[0], num_samples=len(group)) for group in groups]
         responses, counters = self._sampler.sample_many(requests).result()
         sequences = [sequence for response in responses for sequence in response.sequences]
         tickets, self._requests = list(self._requests), {}
@@ -215,13 +215,14 @@ class BatchStream(ActionStream):
         )
 
 
-def _continues(last: SamplingRequest, request: SamplingRequest) -> bool:
+def _continues(group: Sequence[SamplingRequest], request: SamplingRequest) -> bool:
     """Return whether a request is that of the next member of the same group, for the same
-    prompt.
+    prompt. Each request has one sample.
     """
+    first = group[0]
     return (
-        request.first_index == last.first_index + last.num_samples
-        and (request.problem, request.seed) == (last.problem, last.seed)
-        and request.params == last.params
-        and (request.prompt, request.prompt_key()) == (last.prompt, last.prompt_key())
+        request.first_index == first.first_index + len(group)
+        and (request.problem, request.seed) == (first.problem, first.seed)
+        and (request.params, request.scoring) == (first.params, first.scoring)
+        and (request.prompt, request.prompt_key()) == (first.prompt, first.prompt_key())
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +18,18 @@ from rl.types.number_checks import validate_target_ids
 
 class _DatumBuilder:
     """Collect a growing sequence of tokens, with the sampler's logprob, the advantage and the
-    action mask of each token.
+    action mask of each token, as arrays of each observation and action.
     """
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.mask: list[float] = []
-        self.advantages: list[float] = []
-        self.versions: list[int] = []  # -1 at tokens that were not sampled
+        self.length = 0  # number of tokens so far
+        self._tokens: list[np.ndarray] = []
+        # (number of tokens, their values or the value of all) of each observation and action;
+        # versions are -1 at tokens that were not sampled
+        self._columns: dict[str, list[tuple[int, np.ndarray | float]]] = {
+            name: [] for name in ("logprobs", "advantages", "mask", "versions")
+        }
+        self._versions: set[int] = set()  # of the sampled tokens
         self.temperature: float | None = None
         self.long_rope = False
         # experts of the tokens so far, in parts; empty if the sampler did not record them
@@ -33,37 +37,46 @@ class _DatumBuilder:
         self.images: list[PlacedImage] = []
         self.turns: list[int] = []  # indices of the turns with actions in the sequence
 
+    def tokens(self) -> np.ndarray:
+        """Return all tokens so far, int64."""
+        if len(self._tokens) != 1:
+            self._tokens = [np.concatenate([np.zeros(0, np.int64), *self._tokens])]
+        return self._tokens[0]
+
     def is_prefix_of(
-        self, tokens: Sequence[int], images: Sequence[PlacedImage], action: SampledSequence
+        self, tokens: np.ndarray, images: Sequence[PlacedImage], action: SampledSequence
     ) -> bool:
         """Return whether an observation begins with this whole sequence, including the images, and
         the next action was sampled at the same temperature and rotary frequencies.
         """
         same = (action.temperature, action.beyond) == (self.temperature, self.long_rope)
-        so_far = len(self.tokens)
         return (
             same
-            and list(tokens[:so_far]) == self.tokens
-            and [image for image in images if image[0] < so_far] == self.images
+            and np.array_equal(tokens[: self.length], self.tokens())
+            and [image for image in images if image[0] < self.length] == self.images
         )
 
-    def append_observation(self, tokens: Sequence[int], images: Sequence[PlacedImage] = ()) -> None:
+    def append_observation(self, tokens: np.ndarray, images: Sequence[PlacedImage] = ()) -> None:
         """Append the new tokens of an observation, and replace the images by all images of the
         observation.
         """
         self.images = list(images)
-        self._append(tokens, [0.0] * len(tokens), [-1] * len(tokens))
+        self._append(tokens, 0.0, -1)
 
     def append_action(self, action: SampledSequence, turn: int, advantage: float) -> None:
         """Append the action of a turn. Raises ValueError if it lacks logprobs."""
-        tokens = action.tokens
-        if action.logprobs is None or len(action.logprobs) != len(tokens):
-            received = None if action.logprobs is None else len(action.logprobs)
+        tokens, logprobs = np.asarray(action.as_array("tokens"), np.int64), action.logprobs_np
+        if logprobs is None or len(logprobs) != len(tokens):
+            received = None if logprobs is None else len(logprobs)
             raise ValueError(
                 f"an action of {len(tokens)} tokens needs as many logprobs, got {received}"
             )
-        versions = action.versions or [action.version or 0] * len(tokens)
-        self._append(tokens, action.logprobs, versions, mask=1.0, advantage=advantage)
+        versions = action.as_array("versions")
+        versions = (action.version or 0) if versions is None or not len(versions) else versions
+        self._append(tokens, logprobs, versions, mask=1.0, advantage=advantage)
+        if len(tokens):
+            known = isinstance(versions, int)
+            self._versions.update([versions] if known else np.unique(versions).tolist())
         self.temperature, self.long_rope = action.temperature, action.beyond
         self.turns.append(turn)
         # `experts` covers the turn's prompt and answer except the last token. Each token keeps
@@ -73,43 +86,53 @@ class _DatumBuilder:
 
     def _append(
         self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        versions: Sequence[int],
+        tokens: np.ndarray,
+        logprobs: np.ndarray | float,
+        versions: np.ndarray | int,
         mask: float = 0.0,
         advantage: float = 0.0,
     ) -> None:
-        """Append tokens with their values; mask and advantage are the same for all of them."""
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.versions += versions
-        self.mask += [mask] * len(tokens)
-        self.advantages += [advantage] * len(tokens)
+        """Append tokens with their values, which are arrays or the same number for all of them."""
+        self.length += len(tokens)
+        self._tokens.append(tokens)
+        values = (logprobs, advantage, mask, versions)
+        for parts, value in zip(self._columns.values(), values, strict=True):
+            parts.append((len(tokens), value))
 
     def build(self) -> Datum:
         """Return the datum: inputs without the last token, targets and per-token values without the
         first.
         """
-        sampling_versions = {*self.versions[1:]} - {-1}
-        several = len(sampling_versions) > 1  # tokens of a single version need no label each
-        columns: dict[str, Sequence[float]] = {
-            "logprobs": self.logprobs,
-            "advantages": self.advantages,
-            "mask": self.mask,
-            **({"versions": self.versions} if several else {}),
-        }
+        tokens, columns = self.tokens(), self._columns
+        tokens.flags.writeable = False  # the input and the targets are views of it
+        several = len(self._versions) > 1  # tokens of a single version need no label each
+        if not several:
+            columns = {name: parts for name, parts in columns.items() if name != "versions"}
+        with np.errstate(over="ignore"):
+            values = {
+                name: TensorData(_fill_float32(parts, self.length)[1:], "float32")
+                for name, parts in columns.items()
+            }
         return Datum(
-            model_input=ModelInput.of(self.tokens[:-1], self.images),
-            loss_fn_inputs={
-                "target_tokens": TensorData(self.tokens[1:], "int64"),
-                **{name: TensorData(values[1:], "float32") for name, values in columns.items()},
-            },
+            model_input=ModelInput.of(tokens[:-1], self.images),
+            loss_fn_inputs={"target_tokens": TensorData(tokens[1:], "int64"), **values},
             temperature=self.temperature,
             experts=np.concatenate(self.experts)
-            if sum(map(len, self.experts)) == len(self.tokens) - 1
+            if sum(map(len, self.experts)) == self.length - 1
             else None,
-            version=None if several else next(iter(sampling_versions), None),
+            version=None if several else next(iter(self._versions), None),
         )
+
+
+def _fill_float32(parts: Sequence[tuple[int, np.ndarray | float]], length: int) -> np.ndarray:
+    """Return the values of parts (number of tokens, values or value) as float32 [length]. Beyond
+    its range they become infinite, which the losses check for.
+    """
+    column, begin = np.empty(length, np.float32), 0
+    for count, value in parts:
+        column[begin : begin + count] = value
+        begin += count
+    return column
 
 
 def record_advantages(trajectory: Trajectory, advantages: float | Sequence[float]) -> None:
@@ -159,7 +182,7 @@ def trajectory_to_datums(
         zip(trajectory.transitions, advantages_N, strict=True)
     ):
         observation, images, action = (
-            transition.ob.token_ids(),
+            transition.ob.token_array(),
             transition.ob.images_with_positions(),
             transition.ac,
         )
@@ -169,8 +192,8 @@ def trajectory_to_datums(
             if candidate.is_prefix_of(observation, images, action)
         ]
         if continued:
-            sequence = max(continued, key=lambda candidate: len(candidate.tokens))
-            observation = observation[len(sequence.tokens) :]
+            sequence = max(continued, key=lambda candidate: candidate.length)
+            observation = observation[sequence.length :]
         else:
             sequence = _DatumBuilder()
             sequences.append(sequence)
@@ -249,7 +272,7 @@ def check_datum(
     """
     inputs = datum.loss_fn_inputs
     where = f"datum {index}"
-    n = len(validate_token_ids(f"{where}: model_input", datum.model_input, vocab_size))
+    n = len(_validate_token_array(f"{where}: model_input", datum.model_input, vocab_size))
     if max_context is not None and n > max_context:
         raise BadRequestError(f"{where} has {n} tokens, the model's context holds {max_context}")
     for name in required:
@@ -289,13 +312,19 @@ def validate_token_ids(label: str, model_input: ModelInput, vocab_size: int) -> 
     """Return the token ids of an input. Raises ValueError if the input is not a ModelInput, is
     empty, or holds a value that is not a token id of the model.
     """
+    _validate_token_array(label, model_input, vocab_size)
+    return model_input.token_ids()
+
+
+def _validate_token_array(label: str, model_input: ModelInput, vocab_size: int) -> np.ndarray:
+    """Return what `validate_token_ids` returns as an array. Raises the same errors."""
     if not isinstance(model_input, ModelInput):
         raise BadRequestError(
             f"{label} must be a types.ModelInput, such as ModelInput.from_ints([1, 2, 3]); got "
             f"{type(model_input).__name__}"
         )
     try:
-        tokens = model_input.token_ids()
+        tokens: Any = model_input.held_tokens()
     except (TypeError, AttributeError) as error:
         raise BadRequestError(
             f"{label} must consist of chunks of token ids (types.EncodedTextChunk), got "
@@ -313,7 +342,9 @@ def validate_token_ids(label: str, model_input: ModelInput, vocab_size: int) -> 
             (
                 t
                 for t in tokens
-                if isinstance(t, bool) or not isinstance(t, (int, np.integer)) or abs(t) >= 2**63
+                if isinstance(t, bool)
+                or not isinstance(t, (int, np.integer))
+                or abs(int(t)) >= 2**63
             ),
             tokens,
         )
@@ -326,7 +357,7 @@ def validate_token_ids(label: str, model_input: ModelInput, vocab_size: int) -> 
         raise BadRequestError(
             f"{label} holds the id {wrong}; the model's ids are 0 to {vocab_size - 1}"
         )
-    return tokens
+    return array
 
 
 # Fields that are read at every position. The other fields are read where the mask (without a mask:
@@ -357,7 +388,9 @@ def _check_finite(label: str, inputs: Mapping[str, TensorData]) -> None:
         if data.dtype != "float32":
             continue
         array = data.array if name in _UNMASKED_FIELDS or active is None else data.array[active]
-        fine = np.isfinite(array) | ((array == np.inf) & (name == "clip_high_threshold"))
+        fine = np.isfinite(array)
+        if name == "clip_high_threshold":
+            fine |= array == np.inf
         if not fine.all():
             hint = (
                 " (a token of probability 0 cannot have been sampled)"

@@ -246,11 +246,11 @@ def resolve_reward(
     result: StepResult, episode: EpisodeState, builder: EnvGroupBuilder
 ) -> tuple[float, dict[str, float], str | None]:
     """Return (reward, metrics, error) of a step; wait for the score if it is pending."""
-    if not isinstance(result.reward, PendingScore):
-        if (reward := _to_finite(result.reward)) is not None:
+    score = result.reward.result() if isinstance(result.reward, PendingScore) else result.reward
+    if not isinstance(score, Score):
+        if (reward := _to_finite(score)) is not None:
             return reward, result.metrics, None
-        return 0.0, result.metrics, _describe_invalid_reward(result.reward, episode, builder)
-    score: Score = result.reward.result()
+        return 0.0, result.metrics, _describe_invalid_reward(score, episode, builder)
     return (
         score.reward if score.reward is not None else 0.0,
         {**result.metrics, **score.metrics},

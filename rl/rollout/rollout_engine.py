@@ -140,6 +140,8 @@ class RolloutEngine:
         self.recorded_actions: dict[EpisodeKey, list[SampledSequence]] = {}
         # during a replay: the episodes that have no recorded actions left
         self.replayed_episodes: dict[EpisodeKey, EpisodeState] | None = None
+        # of `_describe_action`: the last result, and the objects that it was made of
+        self._last_description: tuple[tuple[Any, ...], tuple[Any, ...]] = ((None,) * 5, ())
         self._sampling: dict[
             tuple[str | None, int], EpisodeState
         ] = {}  # episodes with a sample in progress, by player and ticket
@@ -212,7 +214,7 @@ class RolloutEngine:
                 episode = self._sampling[player, ticket]
                 if request.resume_from is not None and episode.group in numbers:
                     actions.append(request.resume_from)
-        return sum(len(action.tokens) for action in actions)
+        return sum(action.num_tokens for action in actions)
 
     def discard_group(self, number: int) -> None:
         """Discard a group at any stage, as if its episodes had not started."""
@@ -400,19 +402,32 @@ class RolloutEngine:
 
         # in lockstep no cache outlives a turn
         keeps_cache = episode.env.several_turns and not self.lockstep
+        prompt, images, params = self._describe_action(episode, group.builder)
         request = SamplingRequest(
-            prompt=episode.observation.token_ids(),
-            images=episode.observation.images_with_positions(),
-            params=get_sampling_params(
-                episode, self.params, group.builder, self.player_streams[player].info
-            ),
+            prompt=prompt,
+            images=images,
+            params=params,
             seed=derive_seed(group.seed, turn),
             problem=group.random_stream,
             first_index=episode.index,
             resume_from=partial_action,
             conversation=episode.conversation if keeps_cache else None,
+            scoring=episode.env.scoring,
         )
         self._sampling[player, self.player_streams[player].stream.add(request)] = episode
+
+    def _describe_action(self, episode: EpisodeState, builder: EnvGroupBuilder) -> tuple[Any, ...]:
+        """Return (token ids and images of the prompt, sampling parameters) of the next action. The
+        members of a group share theirs, which then are the same objects.
+        """
+        observation, stream = episode.observation, self.player_streams[episode.player]
+        key = (observation, episode.stop, builder, stream, episode.env.max_action_tokens)
+        same, (*last, most) = key[:-1], self._last_description[0]
+        if most != key[-1] or any(a is not b for a, b in zip(same, last, strict=True)):
+            params = get_sampling_params(episode, self.params, builder, stream.info)
+            tokens, images = observation.token_ids(), observation.images_with_positions()
+            self._last_description = key, (tokens, images, params)
+        return self._last_description[1]
 
     def replay_actions(self) -> None:
         """Replay the recorded actions to every environment, and wait for the results."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rl.rewards import hash_beginning
 from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, has_signal, list_turns
 from rl.types import Datum
 
@@ -29,7 +30,7 @@ def compute_credited_share(groups: Sequence[TrajectoryGroup], datums: Sequence[D
     """Return the share of the sampled tokens of `groups` that `datums` train on. If the datums have
     advantages, only tokens with an advantage other than 0 count.
     """
-    sampled = sum(len(turn.ac.tokens) for turn in list_turns(groups))
+    sampled = sum(turn.ac.num_tokens for turn in list_turns(groups))
     fields = [
         next(
             d.loss_fn_inputs[name]
@@ -42,13 +43,15 @@ def compute_credited_share(groups: Sequence[TrajectoryGroup], datums: Sequence[D
     return credited / max(1, sampled)
 
 
-def _answer_prefix(trajectory: Trajectory) -> str | tuple[int, ...]:
-    """Return the first 50 characters of the first answer; the first 50 tokens if the environment
-    logs no text.
+def _answer_prefix(trajectory: Trajectory) -> bytes | tuple[int, ...]:
+    """Return what is equal for first answers that begin with the same 50 characters; the first 50
+    tokens if the environment logs no text.
     """
     turn = trajectory.transitions[0]
+    if turn.ac.score is not None:
+        return turn.ac.score.beginning
     text = turn.logs.get("response")
-    return text[:50] if isinstance(text, str) else tuple(turn.ac.tokens[:50])
+    return hash_beginning(text) if isinstance(text, str) else tuple(turn.ac.tokens[:50])
 
 
 def max_or_nan(values: Iterable[float]) -> float:
@@ -101,7 +104,7 @@ def _compute_prefixed_metrics(groups: Sequence[TrajectoryGroup], name: str) -> d
         f"{name}/reward/max": max(rewards, default=0.0),
         f"{name}/total_episodes": len(rewards),
         f"{name}/turns_per_episode": len(turns) / max(1, len(rewards)),
-        f"{name}/ac_tokens_per_turn": mean(len(turn.ac.tokens) for turn in turns),
+        f"{name}/ac_tokens_per_turn": mean(turn.ac.num_tokens for turn in turns),
         f"{name}/ob_tokens_per_turn": mean(turn.ob.length for turn in turns),
         f"{name}/frac_truncated": mean(turn.ac.stop_reason == "length" for turn in turns),
     }

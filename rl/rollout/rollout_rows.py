@@ -4,6 +4,7 @@ by turn.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -72,11 +73,20 @@ def _describe_tokens(action: SampledSequence, renderer: Renderer) -> dict[str, A
     """Return the tokens of an answer in decoded pieces, their logprobs, and the experts of prompt
     and answer, if they were recorded.
     """
+    pieces = _get_pieces(renderer.tokenizer)
+    for token in set(action.tokens) - pieces.keys():
+        pieces[token] = renderer.tokenizer.decode([token])
     return {
-        "tokens": [renderer.tokenizer.decode([token]) for token in action.tokens],
+        "tokens": [pieces[token] for token in action.tokens],
         "logprobs": action.logprobs,
         **({} if action.experts is None else {"experts": experts_as_text(action.experts)}),
     }
+
+
+@functools.lru_cache(maxsize=2)
+def _get_pieces(tokenizer: Any) -> dict[int, str]:
+    """Return the table in which the decoded tokens of a tokenizer are kept: a piece takes 10 us."""
+    return {}
 
 
 def _drop_unknown(**entries: Any) -> dict[str, Any]:

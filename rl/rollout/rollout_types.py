@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from rl.rewards import ScoringTask
 from rl.types import Datum, ModelInput, SampledSequence, merge_counters
 
 Stop: TypeAlias = Sequence[str] | Sequence[int] | None
@@ -28,14 +29,14 @@ class StepResult:
     seats, likewise.
     """
 
-    # a finite float (any other value fails the episode), or a pending score with
+    # a finite float (any other value fails the episode), a Score, or a pending score with
     # .result() -> Score, which the rollout waits for
     reward: Any
     episode_done: bool
     next_observation: ModelInput = field(default_factory=ModelInput.empty)
     next_stop_condition: Sequence[str] | Sequence[int] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    logs: dict[str, Any] = field(default_factory=dict)
+    logs: Mapping[str, Any] = field(default_factory=dict)
     truncated: bool = False
     rewards: Mapping[int, float] = field(default_factory=dict)
     metrics_of: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class Transition:
     reward: float
     episode_done: bool
     metrics: dict[str, float] = field(default_factory=dict)
-    logs: dict[str, Any] = field(default_factory=dict)
+    logs: Mapping[str, Any] = field(default_factory=dict)
     truncated: bool = False
     seat: int = 0
 
@@ -188,6 +189,9 @@ class Env(abc.ABC):
     several_turns: bool = True  # whether an episode may have more than 1 turn
     # whether its episode has failed and is missing from its group's trajectories
     left_out: bool = False
+    # how the rank that samples an action scores it, for an environment of 1 turn that a reward
+    # scores; the action then has a `score` unless that rank could not score it
+    scoring: ScoringTask | None = None
 
     @abc.abstractmethod
     def initial_observation(

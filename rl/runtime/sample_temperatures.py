@@ -4,7 +4,6 @@ at its sampling temperature.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from rl.types import Datum, SampledProvenanceSpan, SampledSequence
 # number of last tokens by which a sample is looked up: a single token, such as a certain end with
 # logprob 0, may end all samples
 _TAIL_TOKENS = 16
+Digest = tuple[int, int]
 
 
 class SampleTemperatures:
@@ -31,19 +31,19 @@ class SampleTemperatures:
         self._lock = threading.Lock()
         self._by_id: OrderedDict[str, float] = OrderedDict()
         # by digest: (temperature, digest of the tail, length)
-        self._by_content: OrderedDict[bytes, tuple[float, bytes, int]] = OrderedDict()
+        self._by_content: OrderedDict[Digest, tuple[float, Digest, int]] = OrderedDict()
         # by digest of the tail: number of samples by length
-        self._length_counts: dict[bytes, Counter[int]] = {}
+        self._length_counts: dict[Digest, Counter[int]] = {}
 
     def record(self, sequence: SampledSequence) -> None:
         """Record a sample and its temperature. Ignore a sequence without temperature, tokens or
         logprobs.
         """
         temperature = sequence.temperature
-        if temperature is None or not sequence.tokens or sequence.logprobs is None:
+        logprobs = sequence.logprobs_np
+        if temperature is None or not sequence.num_tokens or logprobs is None:
             return
-        tokens = np.asarray(sequence.tokens, np.int64)
-        logprobs = np.asarray(sequence.logprobs, np.float32)
+        tokens = sequence.tokens_np
         key = _compute_digest(tokens, logprobs)
         tail = _compute_digest(tokens[-_TAIL_TOKENS:], logprobs[-_TAIL_TOKENS:])
         with self._lock:
@@ -56,7 +56,7 @@ class SampleTemperatures:
             if len(self._by_id) > self.limit:
                 self._by_id.popitem(last=False)
 
-    def _remove(self, key: bytes) -> None:
+    def _remove(self, key: Digest) -> None:
         """Remove a sample from the index by content."""
         entry = self._by_content.pop(key, None)
         if entry is None:
@@ -172,9 +172,9 @@ def _get_content(datum: Datum) -> tuple[np.ndarray, np.ndarray] | None:
     )
 
 
-def _compute_digest(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
-    """Return a 16-byte hash of tokens and logprobs."""
-    return hashlib.blake2b(tokens.tobytes() + logprobs.tobytes(), digest_size=16).digest()
+def _compute_digest(tokens: np.ndarray, logprobs: np.ndarray) -> Digest:
+    """Return hashes of tokens and logprobs, 8 bytes each, which differ in another process."""
+    return hash(tokens.astype(np.int32, copy=False).tobytes()), hash(logprobs.tobytes())
 
 
 def resolve_temperatures(

@@ -4,7 +4,9 @@ processes.
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,6 +22,8 @@ from rl.layers import find_max_context, get_hidden_size
 from rl.learner import Learner, ModelSpec, learner_checkpoint
 from rl.models import LoadedModel
 from rl.renderers import set_end_tokens
+from rl.rewards import Score, ScoreTicket, ScoringTask
+from rl.rollout import SampleScorer, open_sample_scorer
 from rl.runtime.rank_settings import WorkerSettings
 from rl.runtime.sampler_versions import (
     BaseKey,
@@ -91,6 +95,7 @@ class SamplingWorker:
         self.learners: dict[int, Learner] = {}
         self.versions: dict[int, SamplerVersion] = {}
         self.streams: dict[int, WorkerStream] = {}  # see rl.runtime.stream_worker
+        self.sample_scorers: dict[int, SampleScorer] = {}  # those that this rank could open
         # KV cache memory that an engine leaves to the next engine
         self.kv_cache_pool = IdleKVCachePool()
 
@@ -229,6 +234,8 @@ class SamplingWorker:
         server that the run started.
         """
         self.kv_cache_pool.release()
+        for scorer_id in list(self.sample_scorers):
+            self.close_scorer(scorer_id)
         if self.server_pool is not None:
             self.server_pool.close()
 
@@ -381,7 +388,8 @@ class SamplingWorker:
         in request order, counters summed.
 
         Requests are distributed over the ranks (or their tensor-parallel groups) by cost. A request
-        that cannot run yields its error as its response and does not affect the others.
+        that cannot run yields its error as its response and does not affect the others. Samples of
+        a request with `scoring` are scored here, if this rank has opened the scorer.
         """
         source = self.versions[version_id]
         indices = self._assign_indices(
@@ -395,18 +403,60 @@ class SamplingWorker:
             requests=[requests[i] for i in indices],
         )
         errors: dict[int, ValueError] = {}
+        numbers: dict[int, SamplingRequest] = {}  # requests by the engine's request id
         for i in indices:
             try:
-                engine.add(requests[i])
+                numbers[engine.add(requests[i])] = requests[i]
             except ValueError as error:
                 errors[i] = error.with_traceback(None)
         accepted = [i for i in indices if i not in errors]
-        responses = engine.run()
+        responses = engine.run(
+            lambda done: self._begin_scoring(numbers[done.request_id].scoring, done.response)
+        )
         engine.close()
+        for scorer in self.sample_scorers.values():
+            scorer.wait()
         source.report_params(requests)
         if not self.reports_results:
             return {}, {}
         return {**dict(zip(accepted, responses, strict=True)), **errors}, asdict(engine.counters)
+
+    def _begin_scoring(self, task: ScoringTask | None, response: object) -> None:
+        """Begin to score the samples of a finished request, if this rank has opened the scorer of
+        its task.
+        """
+        scorer = None if task is None else self.sample_scorers.get(task.scorer_id)
+        if task and scorer and self.reports_results and isinstance(response, SampleResponse):
+            scorer.submit(task, response.sequences)
+
+    @verb(SAMPLER, lambda parts: [part for part in parts if part is not None])
+    def open_scorer(self, scorer_id: int, packed: bytes) -> tuple[str, str | None] | None:
+        """Open a scorer of this rank's samples. Return the name of this machine, and the reason if
+        the reward cannot be loaded here. Merged: those of the ranks that report samples.
+        """
+        if not self.reports_results:
+            return None
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        ranks = -(-ranks // self.settings.sampler.tp)
+        scorer, reason = open_sample_scorer(packed, self.objects.rank, ranks)
+        if scorer is not None:
+            self.sample_scorers[scorer_id] = scorer
+        return socket.gethostname(), reason
+
+    @verb(SAMPLER, lambda parts: {ticket: s for part in parts for ticket, s in part.items()})
+    def take_scores(self, scorer_id: int) -> dict[ScoreTicket, Score | None]:
+        """Return the scores of this rank's samples that streams have returned with a ticket, as far
+        as they are computed. Merged: those of all ranks.
+        """
+        scorer = self.sample_scorers.get(scorer_id)
+        return {} if scorer is None else scorer.take_scores()
+
+    @verb(SAMPLER, is_cleanup=True)
+    def close_scorer(self, scorer_id: int) -> None:
+        """Stop the reward workers of a scorer."""
+        scorer = self.sample_scorers.pop(scorer_id, None)
+        if scorer is not None:
+            scorer.close()
 
     @verb(
         SAMPLER,
@@ -419,7 +469,9 @@ class SamplingWorker:
         its first step request.
 
         In a mixed stream each request names its version: `version_id` is any version on the same
-        base. Raises UserError if the version has been released.
+        base. Samples of a request with `scoring` have a ticket of their score (`take_scores`): they
+        do not wait for it, so that a stream's steps do not depend on the time of rewards. Raises
+        UserError if the version has been released.
         """
         source = self.versions.get(version_id)
         stream = self.streams.get(stream_id)
@@ -461,7 +513,9 @@ class SamplingWorker:
             return engine
 
         rank = collectives.rank() // sampler_settings.tp
-        output = stream.run(step_request, rank, make_engine)
+        output = stream.run(step_request, rank, make_engine, self._begin_scoring)
+        for scorer in self.sample_scorers.values():
+            scorer.leave_tickets()
         return output if self.reports_results else StepOutput()
 
     @verb(SAMPLER, lambda parts: dict(sorted(item for part in parts for item in part.items())))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 
+from rl.rewards import ScoringTask
 from rl.runtime.sampler_versions import RankEngine
 from rl.sampler import Engine, SamplingRequest
 from rl.types import SampledSequence, SampleResponse, merge_counters
@@ -66,6 +67,7 @@ class WorkerStream:
         self.engine = engine
         self.version_id = -1  # the worker's id of the weight version
         self.tickets: dict[int, int] = {}  # by the engine's request id
+        self._tasks: dict[int, ScoringTask] = {}  # of requests that this rank scores, by ticket
         self._last_counters: dict[str, int] = {}
 
     def run(
@@ -73,24 +75,29 @@ class WorkerStream:
         step_request: StepRequest,
         rank: int,
         make_engine: Callable[[Sequence[SamplingRequest]], RankEngine],
+        on_finish: Callable[[ScoringTask | None, object], object] = lambda task, response: None,
     ) -> StepOutput:
         """Execute a step request on this rank. `make_engine` makes an engine for its unfinished
-        requests.
+        requests. `on_finish` is called with the `scoring` and the response of a finished request.
         """
         if step_request.recompute:
             self.move_to_new_engine(make_engine)
         for number, ticket in list(self.tickets.items()):
             if ticket in step_request.dropped:
                 self.engine.cancel(number)
-                del self.tickets[number]
+                self._tasks.pop(self.tickets.pop(number), None)
         output = StepOutput()
         for ticket, to, request in step_request.new_requests:
             if to == rank:
                 try:
                     self.tickets[self.engine.add(request)] = ticket
+                    if request.scoring is not None:
+                        self._tasks[ticket] = request.scoring
                 except ValueError as error:  # it cannot run
                     output.finished[ticket] = error.with_traceback(None)
-        output.finished |= self.run_steps(step_request.steps)
+        for ticket, response in self.run_steps(step_request.steps).items():
+            on_finish(self._tasks.pop(ticket, None), response)
+            output.finished[ticket] = response
         output.counters = self._collect_counters()
         if step_request.partial_tickets:
             output.partial_output = self._collect_partial_output(step_request.partial_tickets)

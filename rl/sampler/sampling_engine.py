@@ -15,7 +15,7 @@ within the `max_steps` of a caller of `step`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -207,15 +207,19 @@ class Engine(Scheduler):
         self._waiting.append(group)
         return group.request_id
 
-    def run(self) -> list[SampleResponse]:
+    def run(
+        self, on_finish: Callable[[FinishedRequest], object] = lambda done: None
+    ) -> list[SampleResponse]:
         """Step until all queued requests have finished, and return their responses in order of
-        addition.
+        addition. `on_finish` is called with each as soon as it has finished.
         """
         finished: list[FinishedRequest] = []
         self._runs_to_end = True
         try:
             while self.busy:
-                finished.extend(self.step())
+                for done in self.step():
+                    on_finish(done)
+                    finished.append(done)
         finally:  # a chunk that is still in flight has no rows left
             self._runs_to_end, self._in_flight = False, None
         return [done.result() for done in sorted(finished, key=lambda done: done.request_id)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rl.rewards import ScoringTask
 from rl.sampler.prompt_logprobs import PromptLogprobs
 from rl.sampler.stop_conditions import StopCondition
 from rl.types import PlacedImage, SampledSequence, SampleResponse, SamplingParams, TensorData
@@ -34,7 +35,7 @@ class SamplingRequest:
     `conversation`: the name of a conversation. The next request of that name begins with this
     request's prompt and response, so their keys and values are kept as far as the cache has room.
     `adapter_id`: the number of the model to sample from, in a batch of several
-    (`MultiAdapterDecoder`).
+    (`MultiAdapterDecoder`). `scoring`: how the rank that samples scores the samples.
     """
 
     prompt: Sequence[int]
@@ -51,6 +52,7 @@ class SamplingRequest:
     images: Sequence[PlacedImage] = ()
     conversation: str | None = None
     adapter_id: int | None = None
+    scoring: ScoringTask | None = None
 
     @property
     def scores_prompt(self) -> bool:

@@ -384,7 +384,7 @@ class InFlightGroups:
         """
         ages: Counter[int] = Counter()
         for turn in list_turns(rollouts.groups):
-            versions = turn.ac.versions or [turn.ac.version or 0] * len(turn.ac.tokens)
+            versions = turn.ac.versions or [turn.ac.version or 0] * turn.ac.num_tokens
             ages.update(version - v for v in versions)
         staleness = self.staleness
         total = max(1, ages.total())

@@ -121,7 +121,7 @@ def make_response_rows(
                     "expected": expected[group.problem_index],
                     "reward": reward,
                     **metrics,
-                    "tokens": len(turn.ac.tokens),
+                    "tokens": turn.ac.num_tokens,
                 }
             )
     return rows

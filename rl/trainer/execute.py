@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rl.algorithms import METHODS, Models
-from rl.client import ServiceClient
+from rl.client import SampleScorerHandle, ServiceClient
 from rl.config import (
     LAUNCH_FOLDER_KEY,
     RunConfig,
@@ -86,6 +87,7 @@ from rl.trainer.stage_sampling import (
     check_replay_sampler,
     list_replay_differences,
 )
+from rl.trainer.stage_scorers import open_sample_scorers
 from rl.trainer.trainer import Trainer, describe_nonfinite
 from rl.trainer.training_loop import train
 
@@ -216,6 +218,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.models: Models
+        self.sample_scorers: SampleScorerHandle | None = None  # of the current stage
         self.run_id = self.position.run_id
         # a stage has not ended if all batches are trained but its final checkpoint is missing
         self.index = self.position.stage + self.position.stage_ended
@@ -355,6 +358,10 @@ class RunState:
             replay_log = ReplayLog(
                 self.folder, plan.name, done, options.replay, replays_evaluations=replays
             )
+        renderer = stage_renderer(self.models.policy, plan.settings)
+        self.sample_scorers = open_sample_scorers(
+            self.service, prepared, renderer, self.models.rewards, self.console.note
+        )
         context = StageContext(
             name=plan.name,
             index=self.index,
@@ -362,7 +369,7 @@ class RunState:
             models=self.models,
             problems=prepared.curriculum or prepared.problems,
             test_problems=prepared.test_problems,
-            renderer=stage_renderer(self.models.policy, plan.settings),
+            renderer=renderer,
             scorer=prepared.scorer,
             run_seed=options.seed,
             first_step=self.steps[self.index].first,
@@ -372,6 +379,7 @@ class RunState:
             identity=make_identity(self.run, self.run_id, self.index, prepared.problems),
             environment=prepared.environment,
             replay_log=replay_log,
+            rank_scores=self.sample_scorers,
         )
         trainer = Trainer(
             context,
@@ -396,7 +404,8 @@ class RunState:
         while not self.finished:
             trainer = self.create_trainer(logbook, checkpoints, report)
             try:
-                train(trainer)
+                with _freeze_objects():
+                    train(trainer)
             except FloatingPointError as error:
                 # Nothing is saved: a checkpoint must not contain what the step has already changed
                 # (baselines, earlier substeps).
@@ -410,9 +419,24 @@ class RunState:
                     commands=[format_resume_command(self.folder, self.run.options.trust_run)],
                 )
                 raise
+            if self.sample_scorers is not None:
+                self.sample_scorers.close()
             self.models.policy.release()
             del trainer, self.models  # frees the other models' weights
             self.index += 1
             if not self.finished:
                 self.models = self.create_models()
         print_summary(self.run, self.folder, self.console)
+
+
+@contextmanager
+def _freeze_objects() -> Iterator[None]:
+    """Exclude the objects that exist by now, those of imported modules above all, from garbage
+    collection. A batch makes many objects, so that each step would search all of them: 0.1 s each
+    time.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

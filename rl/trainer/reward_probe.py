@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl.envs import last_user_text, make_reward_episode, make_reward_meta
+from rl.envs import last_user_text, make_scored_problem
 from rl.errors import UserError
-from rl.rewards import EpisodeTurn, Score, Scorer
+from rl.rewards import Score, Scorer
 from rl.sanitize import sanitize_text
 from rl.trainer.answer_mutants import (
     MUTANTS,
@@ -100,11 +100,8 @@ def select_trial_rows(rows: Sequence[Problem], count: int) -> list[Problem]:
 
 def make_reward_item(row: Problem, answer: str, scorer: Scorer) -> tuple[Any, ...]:
     """Return the arguments of `Scorer.submit` for an answer to a row, as in training."""
-    episode = None
-    if scorer.reward.episode:
-        # a reward that scores episodes gets one turn, in which each letter counts as a token
-        episode = make_reward_episode(row, EpisodeTurn(answer, tokens=max(1, len(answer))))
-    return last_user_text(row.messages), answer, make_reward_meta(row, scorer), episode
+    # a reward that scores episodes gets one turn, in which each letter counts as a token
+    return make_scored_problem(row, scorer.reward).make_item(answer, max(1, len(answer)))
 
 
 def _check_reference_scores(

@@ -514,16 +514,18 @@ def prepare_stage(plan: StageConfig, earlier: Sequence[StageConfig] = ()) -> Pre
 
 def make_scorer(reward: str | Reward, data: DataSettings) -> Scorer:
     """Return the workers that run a stage's reward, on the machines of `data.reward_machines`."""
-    reward = resolve_reward(reward)
-    needs_nothing = reward.builtin and not reward.runs_programs
-    everywhere = data.reward_machines == "all" or (data.reward_machines == "auto" and needs_nothing)
     return Scorer(
-        reward,
+        resolve_reward(reward),
         timeout=data.reward_timeout,
         workers=data.reward_workers,
         environment=data.reward_env,
-        machines=get_reward_machines() if everywhere else None,
+        machines=get_reward_machines() if spreads_rewards(data) else None,
     )
+
+
+def spreads_rewards(data: DataSettings) -> bool:
+    """Return whether all machines of a launch score answers, as far as they can load the reward."""
+    return data.reward_machines != "first"
 
 
 def resolve_stage_reward(data: DataSettings) -> str | Reward | None:

@@ -30,7 +30,7 @@ from rl.jsonl import format_json_line, read_jsonl, write_jsonl
 from rl.judges import add_episode_rewards, apply_learned_rewards
 from rl.renderers import Renderer
 from rl.reporting import Console, Logbook, load_saved_config
-from rl.rewards import Scorer
+from rl.rewards import RankScores, Scorer
 from rl.rollout import (
     ActionSampler,
     EnvGroupBuilder,
@@ -206,6 +206,8 @@ class StageContext:
     identity: Mapping[str, Any] = field(default_factory=dict)
     environment: EnvironmentSpec | None = None
     replay_log: ReplayLog | None = None
+    # the scorers that the ranks have opened for their samples, if they score them
+    rank_scores: RankScores | None = None
 
     @property
     def seed(self) -> int:
@@ -287,7 +289,9 @@ class StageSampler:
         context, renderer, opponents = self.context, self.context.renderer, self.context.opponents
         if context.environment is None:
             return [
-                ProblemGroupBuilder(problem, group_size, renderer, context.scorer)
+                ProblemGroupBuilder(
+                    problem, group_size, renderer, context.scorer, context.rank_scores
+                )
                 for problem in problems
             ]
         renderers = None if opponents is None else opponents.renderers

@@ -7,17 +7,28 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from rl.types.number_lists import ArrayLists, pack_numbers
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedTextChunk:
-    """Hold a copy of a run of token ids: later changes of the caller's list have no effect."""
+class EncodedTextChunk(ArrayLists):
+    """Hold a copy of a run of token ids: later changes of the caller's list have no effect. Of an
+    array of integers, which is not copied if it cannot be written, `tokens` is made when it is
+    read.
+    """
 
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # or an array of integers
     type: Literal["encoded_text"] = "encoded_text"
 
     def __post_init__(self) -> None:
+        if _is_id_array(self.tokens):
+            array: Any = self.tokens
+            self._set_arrays({"tokens": array.copy() if array.flags.writeable else array})
+            return
         try:
             object.__setattr__(self, "tokens", list(self.tokens))
         except TypeError as error:
@@ -25,9 +36,23 @@ class EncodedTextChunk:
                 f"a chunk's tokens must be a list of token ids, got {self.tokens!r:.80}"
             ) from error
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        array = self._find_array("tokens")
+        return EncodedTextChunk, (self.tokens if array is None else pack_numbers(array),)
+
     @property
     def length(self) -> int:
-        return len(self.tokens)
+        return len(self.held_tokens())
+
+    def held_tokens(self) -> Sequence[int] | np.ndarray:
+        """Return the ids as they are held, a list or an array. An extension."""
+        array = self._find_array("tokens")
+        return self.tokens if array is None else array
+
+
+def _is_id_array(tokens: object) -> bool:
+    """Return whether tokens are an array of integers [tokens]."""
+    return isinstance(tokens, np.ndarray) and tokens.ndim == 1 and tokens.dtype.kind in "iu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +126,11 @@ class ModelInput:
         object.__setattr__(self, "chunks", tuple(self.chunks))
 
     @classmethod
-    def from_ints(cls, tokens: Sequence[int]) -> ModelInput:
-        # EncodedTextChunk copies the list
-        return cls(
-            (EncodedTextChunk(tokens if isinstance(tokens, list) else [int(t) for t in tokens]),)
-        )
+    def from_ints(cls, tokens: Sequence[int] | np.ndarray) -> ModelInput:
+        # EncodedTextChunk copies a list or an array
+        whole = isinstance(tokens, list) or _is_id_array(tokens)
+        ids: Any = tokens if whole else [int(t) for t in tokens]
+        return cls((EncodedTextChunk(ids),))
 
     @classmethod
     def empty(cls) -> ModelInput:
@@ -122,26 +147,29 @@ class ModelInput:
         return tokens
 
     @classmethod
-    def of(cls, tokens: Sequence[int], images: Sequence[PlacedImage] = ()) -> ModelInput:
+    def of(
+        cls, tokens: Sequence[int] | np.ndarray, images: Sequence[PlacedImage] = ()
+    ) -> ModelInput:
         """Build an input of `tokens` that include the tokens of `images` at their positions.
 
         An extension. Raises ValueError if an image's tokens are cut off or not at its position.
         """
         if not images:
             return cls.from_ints(tokens)
+        ids: list[int] = np.asarray(tokens).tolist()
         chunks: list[Chunk] = []
         at = 0
         for offset, image in images:
             end = offset + image.length
-            if offset < at or image.tokens is None or tuple(tokens[offset:end]) != image.tokens:
+            if offset < at or image.tokens is None or tuple(ids[offset:end]) != image.tokens:
                 raise ValueError(
                     f"the {image.length} tokens of an image are not at position {offset} of "
-                    f"{len(tokens)} tokens"
+                    f"{len(ids)} tokens"
                 )
-            chunks += [EncodedTextChunk(tokens[at:offset])] if offset > at else []
+            chunks += [EncodedTextChunk(ids[at:offset])] if offset > at else []
             chunks.append(image)
             at = end
-        return cls((*chunks, *([EncodedTextChunk(tokens[at:])] if len(tokens) > at else [])))
+        return cls((*chunks, *([EncodedTextChunk(ids[at:])] if len(ids) > at else [])))
 
     def token_ids(self) -> list[int]:
         """Return the ids of all chunks; for images the ids that the model reads.
@@ -151,6 +179,10 @@ class ModelInput:
         """
         tokens: list[int] = []
         for chunk in self.chunks:
+            if isinstance(chunk, EncodedTextChunk):
+                held = chunk.held_tokens()
+                tokens.extend(held.tolist() if isinstance(held, np.ndarray) else held)
+                continue
             chunk_tokens = getattr(chunk, "tokens", None)
             if chunk_tokens is None:
                 raise ValueError(
@@ -159,6 +191,33 @@ class ModelInput:
                 )
             tokens.extend(chunk_tokens)
         return tokens
+
+    def held_tokens(self) -> Sequence[int] | np.ndarray:
+        """Return what `token_ids` returns, without a copy if the input is a single text. The result
+        is not to be changed. An extension.
+        """
+        if len(self.chunks) == 1 and isinstance(self.chunks[0], EncodedTextChunk):
+            return self.chunks[0].held_tokens()
+        return self.token_ids()
+
+    def with_arrays(self) -> ModelInput:
+        """Return the same input with its texts held as arrays, which costs no time at later uses.
+        An extension.
+        """
+        return ModelInput(
+            [
+                EncodedTextChunk(np.asarray(chunk.held_tokens(), np.int64))  # type: ignore[arg-type]
+                if isinstance(chunk, EncodedTextChunk)
+                else chunk
+                for chunk in self.chunks
+            ]
+        )
+
+    def token_array(self) -> np.ndarray:
+        """Return what `token_ids` returns as int64 [tokens], which is not to be changed. An
+        extension.
+        """
+        return np.asarray(self.held_tokens(), np.int64)
 
     def images_with_positions(self) -> tuple[PlacedImage, ...]:
         """Return the images, each with the position of its first token. An extension."""

@@ -4,23 +4,28 @@ project are marked "extension".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from typing import Any, Literal
 
 import numpy as np
 
 from rl.types.expert_records import experts_as_text, experts_from_text
+from rl.types.number_lists import ArrayLists, pack_numbers
 from rl.types.training_data import TensorData
 
 StopReason = Literal["stop", "length"]
 CheckpointType = Literal["training", "sampler"]
+_NUMBER_LISTS = ("tokens", "logprobs", "versions")  # fields of SampledSequence sent as arrays
 
 
 @dataclass(slots=True)
-class SampledSequence:
-    """Hold sampled tokens (a sampled stop token is the last) and the behavior logprob of each."""
+class SampledSequence(ArrayLists):
+    """Hold sampled tokens (a sampled stop token is the last) and the behavior logprob of each.
+
+    Between processes they are sent as arrays, which become lists when they are first read.
+    """
 
     tokens: list[int]
     logprobs: list[float] | None = None
@@ -38,27 +43,63 @@ class SampledSequence:
     # extension: the version of each token, if weights changed while sampling; `version` is the
     # oldest
     versions: list[int] | None = None
+    # extension: the rl.rewards.SampleScore of the rank that sampled it, if that rank scored it
+    score: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        columns = {name: self.as_array(name) for name in _NUMBER_LISTS}
+        arrays = {name: a for name, a in columns.items() if isinstance(a, np.ndarray)}
+        others = [None if f.name in arrays else getattr(self, f.name) for f in fields(self)]
+        packed = {name: (array.dtype.char, array.tobytes()) for name, array in arrays.items()}
+        return _restore_sequence, (others, packed)
+
+    def as_array(self, name: str) -> Any:
+        """Return one of the fields that are lists of numbers as an array of the narrowest type that
+        holds the same numbers; the field itself if it is no such list. An extension.
+        """
+        array = self._find_array(name)
+        return pack_numbers(getattr(self, name)) if array is None else array
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens. An extension."""
+        array = self._find_array("tokens")
+        return len(self.tokens if array is None else array)
 
     @property
     def tokens_np(self) -> np.ndarray:
-        return np.asarray(self.tokens, dtype=np.int32)
+        array = self._find_array("tokens")
+        return np.asarray(self.tokens if array is None else array, dtype=np.int32)
 
     @property
     def logprobs_np(self) -> np.ndarray | None:
-        return None if self.logprobs is None else np.asarray(self.logprobs, dtype=np.float32)
+        array = self._find_array("logprobs")
+        values = self.logprobs if array is None else array
+        return None if values is None else np.asarray(values, dtype=np.float32)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields as JSON, for a checkpoint. An extension."""
-        return {
-            **asdict(self),
-            "experts": None if self.experts is None else experts_as_text(self.experts),
-        }
+        """Return all fields except the score as JSON, for a checkpoint. An extension."""
+        saved = asdict(replace(self, experts=None, score=None))
+        del saved["score"]
+        experts = self.experts
+        return {**saved, "experts": None if experts is None else experts_as_text(experts)}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> SampledSequence:
         """Restore what `as_json` returned. An extension."""
         experts = saved.get("experts")
         return cls(**{**saved, "experts": None if experts is None else experts_from_text(experts)})
+
+
+def _restore_sequence(
+    values: Sequence[Any], packed: Mapping[str, tuple[str, bytes]]
+) -> SampledSequence:
+    """Return the sequence of `SampledSequence.__reduce__`. `values`: of all fields, in order.
+    `packed`: by field, the dtype and the bytes of an array.
+    """
+    sequence = SampledSequence(*values)
+    sequence._set_arrays({name: np.frombuffer(raw, char) for name, (char, raw) in packed.items()})
+    return sequence
 
 
 @dataclass(slots=True)

@@ -4,13 +4,15 @@ fields follow Tinker's client.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl.types.number_checks import shorten
+from rl.types.number_lists import pack_column, unpack_column
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from rl.types.inputs import ModelInput
 
 _DTYPES = {"int64": np.int64, "float32": np.float32}
+_DTYPE_NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}  # str(dtype) takes 6 us
 
 
 class TensorData:
@@ -42,6 +45,15 @@ class TensorData:
     ):
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"TensorData dtype must be 'int64' or 'float32', got {dtype!r}")
+        if (
+            type(data) is np.ndarray
+            and dtype is not None
+            and data.dtype == _DTYPES[dtype]
+            and data.flags.c_contiguous
+            and (shape, sparse_crow_indices, sparse_col_indices) == (None, None, None)
+        ):
+            self.array: np.ndarray = data
+            return
         array = np.asarray(data)
         if array.size == 0 and array.dtype == object:
             array = array.astype(np.float32)
@@ -61,7 +73,10 @@ class TensorData:
                 array = array.reshape(tuple(shape))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{array.size} numbers do not have the shape {shape!r}") from error
-        self.array: np.ndarray = array
+        self.array = array
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore_tensor_data, pack_column(self.array)
 
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> TensorData:
@@ -96,7 +111,7 @@ class TensorData:
 
     @property
     def dtype(self) -> str:
-        return str(self.array.dtype)
+        return _DTYPE_NAMES[self.array.dtype]
 
     @property
     def shape(self) -> list[int]:
@@ -107,6 +122,11 @@ class TensorData:
 
     def __repr__(self) -> str:
         return f"TensorData(shape={self.shape}, dtype={self.dtype!r})"
+
+
+def _restore_tensor_data(*packed: Any) -> TensorData:
+    array = unpack_column(*packed)
+    return TensorData(array, _DTYPE_NAMES[array.dtype])
 
 
 def _check_whole(array: np.ndarray) -> None:
@@ -292,6 +312,17 @@ class Datum:
             name: _tensor_data(name, value) for name, value in (loss_fn_inputs or {}).items()
         }
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the datum's parts, without targets that are the next input token."""
+        inputs: dict[str, Any] = dict(self.loss_fn_inputs)
+        targets = inputs["target_tokens"].array if "target_tokens" in inputs else None
+        if targets is not None and targets.ndim == 1 and len(targets):
+            with contextlib.suppress(ValueError):  # an image that no model has read has no tokens
+                if np.array_equal(targets[:-1], self.model_input.token_array()[1:]):
+                    inputs["target_tokens"] = int(targets[-1])
+        others = [getattr(self, name) for name in _OTHER_FIELDS]
+        return _restore_datum, (inputs, others)
+
     def with_provenance(
         self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans
     ) -> Datum:
@@ -337,3 +368,16 @@ class Datum:
     def with_inputs(self, loss_fn_inputs: Mapping[str, Any]) -> Datum:
         """Return the same datum, of the same sample, with other loss inputs. An extension."""
         return replace(self, loss_fn_inputs=loss_fn_inputs)  # type: ignore[arg-type]
+
+
+_OTHER_FIELDS = tuple(f.name for f in fields(Datum) if f.name != "loss_fn_inputs")
+
+
+def _restore_datum(inputs: dict[str, Any], others: Sequence[Any]) -> Datum:
+    """Return the datum of `Datum.__reduce__`. `others`: its other fields, in order."""
+    options = dict(zip(_OTHER_FIELDS, others, strict=True))
+    last = inputs.get("target_tokens")
+    if isinstance(last, int):
+        targets = np.append(options["model_input"].token_array()[1:], last)
+        inputs["target_tokens"] = TensorData(targets, "int64")
+    return Datum(loss_fn_inputs=inputs, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import queue
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -228,13 +228,18 @@ class VllmEngine:
         self.counters.steps += 1
         return finished
 
-    def run(self) -> list[SampleResponse]:
+    def run(
+        self, on_finish: Callable[[FinishedRequest], object] = lambda done: None
+    ) -> list[SampleResponse]:
         """Step until all requests have finished. Return responses in order of addition, or the
-        error of a request that a server refused.
+        error of a request that a server refused. `on_finish` is called with each as soon as it has
+        finished.
         """
         finished: list[FinishedRequest] = []
         while self.busy:
-            finished.extend(self.step())
+            for done in self.step():
+                on_finish(done)
+                finished.append(done)
         return [done.result() for done in sorted(finished, key=lambda done: done.request_id)]
 
     def change_weights(self, decoder: Decoder, version: int) -> None:

@@ -258,15 +258,29 @@ def test_the_rates_of_a_transfer_are_the_slowest_of_the_measurement():
     assert longest <= rates.verb_seconds <= 1.05 * longest
 
 
-def test_a_batch_is_sent_in_shares():
-    """Four GPUs of 100 tokens: rank 0 packs and sends three shares, and each rank unpacks its own."""
-    load = scaling.Load(answers=10, prompt=4, answer=6)
+def test_answers_pass_rank_0_by_hand():
+    """Four GPUs of 10 answers: rank 0 works on 40, 30 of which have messages. Each rank reads 10."""
+    load = scaling.Load(answers=10)
     rates = scaling.DriverRates(
-        bytes_per_token=20.0, pack_seconds=3e-3, unpack_seconds=5e-3, network=1e4
+        bytes_per_answer=2e3, answer_seconds=3e-3, unpack_seconds=5e-3, network=1e4
     )
-    expected = 300 * 3e-3 + 300 * 20 / 1e4 + 100 * 5e-3
+    expected = 40 * 3e-3 + 30 * 2e3 / 1e4 + 10 * 5e-3
     assert scaling.compute_batch_seconds(rates, load, 4) == pytest.approx(expected)
-    assert scaling.compute_batch_seconds(rates, load, 1) == 0
+    assert scaling.compute_batch_seconds(rates, load, 1) == pytest.approx(10 * 3e-3)
+
+
+def test_the_rates_of_an_answer_are_those_of_the_measurement():
+    """tools/answer_path.py writes them. The model rounds them to the slower side, by 5% at most."""
+    table = (REPO / "bench" / "results" / "answer_path.csv").read_text().splitlines()
+    *of_rank_0, of_a_rank = csv.DictReader(table)
+    assert of_a_rank["part"] == "a rank reads its share" and len(of_rank_0) == 8
+    measured = {
+        "answer_seconds": 1e-6 * sum(float(row["us_per_answer"]) for row in of_rank_0),
+        "bytes_per_answer": sum(float(row["bytes_per_answer"]) for row in of_rank_0),
+        "unpack_seconds": 1e-6 * float(of_a_rank["us_per_answer"]),
+    }
+    for name, value in measured.items():
+        assert value <= getattr(scaling.DriverRates(), name) <= 1.05 * value, name
 
 
 def test_rewards_are_limited_by_all_workers_or_by_rank_0():
@@ -277,7 +291,10 @@ def test_rewards_are_limited_by_all_workers_or_by_rank_0():
     first = replace(rates, reward_machines=1)
     assert seconds(first, 16_384, 32) == pytest.approx(16_384 * 5e-3 / 8)
     slow = replace(rates, score_seconds=1e-3)
-    assert seconds(slow, 16_384, 32) == pytest.approx(16.384)
+    assert seconds(slow, 16_384, 32) == pytest.approx(
+        16_384 * 5e-3 / 256
+    )  # no answer passes rank 0
+    assert seconds(replace(slow, reward_machines=32), 16_384, 32) == pytest.approx(16.384)
 
 
 # ------------------------------------------------------------------- bytes that real processes send

@@ -213,9 +213,10 @@ def test_a_machine_that_cannot_load_the_reward_leaves_its_work_to_the_others(
 
 @pytest.mark.parametrize(("setting", "reward", "spreads"), [
     ("auto", "math_correctness", True),
-    ("auto", "code_tests", False),
-    ("auto", "FILE", False),
+    ("auto", "code_tests", True),
+    ("auto", "FILE", True),
     ("first", "math_correctness", False),
+    ("first", "FILE", False),
     ("all", "FILE", True),
     ("all", "code_tests", True),
 ])  # fmt: skip

@@ -16,7 +16,7 @@ from rl.reporting import AlarmMonitor
 from rl.rewards import CONVERSATION, RewardResult, Scorer, resolve_reward
 from rl.trainer.reward_probe import check_reward
 from rl.trainer.stage_data import prepare_stage
-from rl.types import Problem
+from rl.types import ModelInput, Problem
 
 FILE = """
     import asyncio, time
@@ -129,7 +129,7 @@ def test_a_signature_that_cannot_be_called_is_found_when_it_is_named(function, s
 def test_conversations_reach_functions_of_lists_as_messages(file):
     class Renderer:
         def build_generation_prompt(self, messages):
-            return [0]
+            return ModelInput.from_ints([0])
 
         def get_stop_sequences(self):
             return []
@@ -140,9 +140,9 @@ def test_conversations_reach_functions_of_lists_as_messages(file):
             ProblemGroupBuilder(Problem(request, {"a": 1}, chat=chat), 1, Renderer(), scorer)
             for chat in (True, False)
         )
-        assert chat.reward_meta == {"a": 1, CONVERSATION: list(request)}
-        assert text.reward_meta == {"a": 1}
-        (score,) = scorer.score_many([("hi", "hi", chat.reward_meta)])
+        assert chat.scored.meta == {"a": 1, CONVERSATION: list(request)}
+        assert text.scored.meta == {"a": 1}
+        (score,) = scorer.score_many([("hi", "hi", chat.scored.meta)])
         assert score.reward == 1.0
 
 

@@ -103,7 +103,9 @@ class SlowStream:
 
 def make_engine() -> tuple[RolloutEngine, dict[str | None, SlowStream]]:
     streams: dict[str | None, SlowStream] = {None: SlowStream("us"), "rival": SlowStream("rival")}
-    players = {player: PlayerStream(stream, {"max_context": None}) for player, stream in streams.items()}
+    players = {
+        player: PlayerStream(stream, {"max_context": None}) for player, stream in streams.items()
+    }
     params = SamplingParams(max_tokens=LENGTH)
     return RolloutEngine(players, params, EnvExecutor(4), EventLog(), steps=1), streams
 

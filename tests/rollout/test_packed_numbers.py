@@ -1,0 +1,96 @@
+"""Test that samples and datums are the same, bit for bit, in another process, and how many bytes
+their messages have.
+"""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+from rl.distributed import collectives
+from rl.rewards import SampleScore, Score, hash_beginning
+from rl.types import Datum, ModelInput, SampledSequence, TensorData
+
+
+def send(item):
+    """Return an object as another rank receives it."""
+    return collectives.unpack_message(collectives.pack_message(item))
+
+
+def make_datum(rng: np.random.Generator, case: int) -> tuple[Datum, dict[str, np.ndarray]]:
+    """Return a datum with zeros, equal values, -0.0 and NaN in other places, and its arrays."""
+    n = int(rng.integers(1, 20))
+    tokens = rng.integers(0, 100, n + 1)
+    logprobs = np.where(rng.random(n) < 0.5, 0, rng.normal(size=n)).astype(np.float32)
+    if case % 3 == 0:
+        logprobs[: n // 2] = -0.0 if case % 2 else 0.0
+    if case % 5 == 0:
+        logprobs[: n // 3] = 0
+    if case % 7 == 0:
+        logprobs[n // 2 :] = np.nan
+    mask = np.zeros(n, np.float32)
+    mask[n // 3 :] = 1
+    targets = tokens[1:] if case % 4 else rng.integers(0, 100, n)
+    text = ModelInput.of(tokens[:-1]) if case % 2 else ModelInput.from_ints(tokens[:-1].tolist())
+    soft = rng.normal(size=(n, 2)).astype(np.float32)
+    arrays = {"target_tokens": targets, "logprobs": logprobs, "mask": mask, "weights": soft}
+    inputs = {name: TensorData(array) for name, array in arrays.items()}
+    options = {"episode_share": 0.25, "temperature": 0.5, "version": case}
+    datum = Datum(text, inputs, experts=rng.integers(0, 9, (n, 2)).astype(np.int16), **options)
+    return datum, {**arrays, "experts": datum.experts.copy(), "tokens": tokens[:-1]}
+
+
+@pytest.mark.parametrize("move", [lambda d: pickle.loads(pickle.dumps(d)), send, copy.deepcopy])
+def test_a_datum_keeps_every_bit(move):
+    rng = np.random.default_rng(0)
+    for case in range(210):
+        datum, arrays = make_datum(rng, case)
+        moved = move(datum)
+        assert moved.model_input.token_ids() == arrays["tokens"].tolist()
+        assert {type(token) for token in moved.model_input.token_ids()} == {int}
+        found = {name: data.array for name, data in moved.loss_fn_inputs.items()}
+        found |= {"experts": moved.experts, "tokens": arrays["tokens"]}
+        assert found.keys() == arrays.keys()
+        for name, array in arrays.items():
+            assert found[name].dtype == array.dtype and found[name].shape == array.shape
+            assert found[name].tobytes() == array.tobytes(), (case, name)
+        assert (moved.episode_share, moved.temperature, moved.version) == (0.25, 0.5, case)
+
+
+@pytest.mark.parametrize("logprobs", [
+    None, [], [-0.1, -2.0, float("nan")], [float(np.float32(-0.1)), -0.0, float("-inf")],
+    [-1e-300, 0.1, -1e300],
+])  # fmt: skip
+@pytest.mark.parametrize("tokens", [[], [0, 5, 2**31 - 1], [2**31, 1, 2]])
+def test_a_sample_keeps_its_lists(tokens, logprobs):
+    score = SampleScore(True, hash_beginning("é" * 60), Score(0.5, {"x": 1.0}, seconds={"r": 2.0}))
+    sample = SampledSequence(
+        list(tokens), logprobs, "length", 3, "id", 0.7, experts=np.ones((2, 2), np.int16),
+        beyond=True, versions=[1, 1, 2], score=score,
+    )  # fmt: skip
+    moved = send(sample)
+    assert moved.num_tokens == len(tokens)
+    assert repr(moved.as_json()) == repr(sample.as_json())  # NaN is equal here
+    assert moved.score == score and hash_beginning("é" * 50) == moved.score.beginning
+    assert [type(token) for token in moved.tokens] == [int] * len(tokens)
+    moved.tokens.append(4)
+    assert moved.num_tokens == len(tokens) + 1 and send(moved).tokens == [*tokens, 4]
+
+
+def test_bytes_of_a_token():
+    """A sampled token has an id and a logprob of 4 bytes each. A datum's tokens have 4 bytes, and
+    those of its answer 4 for the logprob.
+    """
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 150_000, 1536)
+    logprobs = rng.normal(size=1024).astype(np.float32)
+    sample = SampledSequence(tokens[512:].tolist(), logprobs.tolist(), temperature=1.0)
+    assert 8 * 1024 < len(collectives.pack_message(sample)) < 8 * 1024 + 600
+    columns = {"mask": 1.0, "advantages": 0.5, "logprobs": logprobs}
+    inputs = {"target_tokens": tokens[1:]}
+    for name, values in columns.items():
+        inputs[name] = np.zeros(1535, np.float32)
+        inputs[name][511:] = values
+    datum = Datum(ModelInput.of(tokens[:-1]), inputs)
+    assert 4 * (1535 + 1024) < len(collectives.pack_message(datum)) < 4 * (1535 + 1024) + 1000
