@@ -9,8 +9,7 @@ A B, B A, A B, ..., and the waiting peer is blocked on a pipe, so that other loa
 affects both alike. A step's time is that of the peer's whole loop; evaluation and saving are
 excluded on both sides. TRL has its fastest settings here: plain `generate` (its continuous batching
 is slower on a CPU), no reference model, a single micro-batch of all completions, fp32. Both use
-AdamW (0.9, 0.95), a constant learning rate, clipping to norm 1, advantages divided by the group's
-std, and a loss averaged over tokens.
+AdamW (0.9, 0.95), a constant learning rate, clipping to norm 1, mean_std, and a token-mean loss.
 
 The peers write their weights at the steps EVALUATED. evaluate.py samples the same 512 problems for
 all of them, four samples each with the same random streams (standard error about 0.01).
@@ -74,8 +73,7 @@ class BlockReporter:
 
     def __init__(self, steps: int):
         self.steps, self.done = steps, 0
-        self.seconds: list[float] = []
-        self.cpu: list[float] = []
+        self.seconds, self.cpu = list[float](), list[float]()
         self.tokens, self.sampling_seconds = 0, 0.0
         self.weights: dict[int, str] = {}
         self._out = os.fdopen(os.dup(1), "w")
@@ -101,8 +99,8 @@ class BlockReporter:
             self.weights[self.done] = self.save(self.done)
 
     def _report(self) -> None:
-        report = {"seconds": self.seconds, "cpu": self.cpu, "weights": self.weights}
-        report |= {"tokens": self.tokens, "sampling": self.sampling_seconds}
+        report = {"seconds": self.seconds, "cpu": self.cpu, "weights": self.weights,
+                  "tokens": self.tokens, "sampling": self.sampling_seconds}  # fmt: skip
         print(json.dumps(report), file=self._out, flush=True)
         if self.done < self.steps:
             if not sys.stdin.readline():
@@ -172,7 +170,6 @@ def run_whetstone(args: argparse.Namespace, turns: BlockReporter) -> None:
     with ServiceClient(output_dir=args.folder, seed=SEED, settings=settings) as service:
         policy = make_policy(service, plan.settings.model, None, None, SEED)
         turns.save = lambda step: policy.save_weights_for_sampler(f"step-{step}").result().path
-        # `TimedTrainer` does not use these.
         unused: dict[str, Any] = dict(logbook=None, console=None, checkpoints=None)
         context = StageContext(
             name="grpo", index=0, method=METHODS["grpo"](plan.settings), models=Models(policy),
@@ -246,10 +243,9 @@ def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:
 def start_peer(peer: str, args: argparse.Namespace, folder: Path) -> harness.JsonProcess:
     """Start a peer in a separate process, which reports after each block."""
     flags = [f"--{name}={getattr(args, name)}" for name in ("model", "steps", "threads")]
-    flags += ["--long"] * args.long
-    command = [sys.executable, __file__, *flags, "--peer", peer, "--folder", str(folder / peer)]
-    env = {**ENV, **os.environ, "OMP_NUM_THREADS": str(args.threads)}
-    return harness.JsonProcess(command, env)
+    flags += [*["--long"] * args.long, "--peer", peer, "--folder", str(folder / peer)]
+    command = [sys.executable, __file__, *flags]
+    return harness.JsonProcess(command, ENV | os.environ | {"OMP_NUM_THREADS": str(args.threads)})
 
 
 def run_peers(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
@@ -271,8 +267,8 @@ def summarize(peer: str, args: argparse.Namespace, reports: dict[str, Any]) -> d
     import trl
 
     report, seconds = reports[peer], reports[peer]["seconds"]
-    weights = () if args.long else report["weights"].items()
-    mean = statistics.mean(seconds)
+    weights, mean = {} if args.long else report["weights"], statistics.mean(seconds)
+    figures = {f"accuracy_at_{n}": harness.evaluate_sums(path, 4) for n, path in weights.items()}
     return {
         "peer": peer.replace("trl", f"trl {trl.__version__}"),
         "steps": len(seconds),
@@ -281,10 +277,7 @@ def summarize(peer: str, args: argparse.Namespace, reports: dict[str, Any]) -> d
         "tokens": report["tokens"],
         "tokens_per_s": round(report["tokens"] / report["sampling"]),
         "share_of_trl": round(mean / statistics.mean(reports["trl"]["seconds"]), 3),
-        **{
-            f"accuracy_at_{step}": round(harness.evaluate_sums(path, 4), 3)
-            for step, path in weights
-        },
+        **{name: round(figure, 3) for name, figure in figures.items()},
         "threads": args.threads,
         "machine": harness.describe_machine(),
         "command": harness.command_line(),
@@ -308,14 +301,12 @@ def main() -> None:
         return (run_trl if "trl" in args.peer else run_whetstone)(args, turns)
     args.peers = PEERS + VLLM_PEERS * args.vllm
     with tempfile.TemporaryDirectory(prefix="grpo_vs_trl-") as name:
+        args.model = Path(name, "untaught") if args.long else harness.taught_model(SEED, Path(name))
         if args.long:
-            args.model = Path(name, "untaught")
             write_model(args.model)
-        else:
-            args.model = harness.taught_model(SEED, Path(name))
         reports = run_peers(args, Path(name))
         table = f"grpo_vs_trl{'_vllm' * args.vllm}{'_long' * args.long}_cpu.csv"
-        rows = [summarize(peer, args, reports) for peer in args.peers]
+        rows = (summarize(peer, args, reports) for peer in args.peers)
         harness.write_rows(args.output or harness.RESULTS / table, rows)
 
 
