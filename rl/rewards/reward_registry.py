@@ -206,13 +206,14 @@ class Reward:
         return self._add_seconds(result, time.perf_counter() - start)
 
     def give_up_result(self, item: RewardItem) -> RewardResult:
-        """Return the result of a built-in reward that gave up: 0, or of a combined reward the
-        result whose parts all gave up, with metric `gave_up`.
+        """Return the result of a reward that gave up: 0, or of a built-in combination the result
+        whose parts all gave up, with metric `gave_up`. A user's combination may hang, too.
         """
         result = RewardResult(0.0, dict.fromkeys(self.reports, 0.0))
-        if isinstance(self.function, CombinedReward):
-            parts = [part.give_up_result(item) for part in self.function.part_rewards()]
-            result = self.function.combine_results(item, parts)
+        combined = self.function
+        if isinstance(combined, CombinedReward) and type(combined).__module__.startswith("rl."):
+            parts = [part.give_up_result(item) for part in combined.part_rewards()]
+            result = combined.combine_results(item, parts)
         return replace(result, metrics={**result.metrics, GAVE_UP: 1.0})
 
     def evaluate_many(self, items: Sequence[RewardItem]) -> list[RewardResult | BaseException]:

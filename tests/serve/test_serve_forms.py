@@ -66,7 +66,7 @@ def make_datums_for(loss):
         n = 6
         fields = {"target_tokens": rng.integers(2, 90, n)}
         for field in LOSSES[loss].required[1:]:
-            fixed = {"labels": np.full(n, float(i % 2)), "mask": np.ones(n)}
+            fixed = {"labels": np.full(n, float(2 * (i % 2) - 1)), "mask": np.ones(n)}
             fields[field] = fixed[field] if field in fixed else -4.0 + rng.standard_normal(n)
         if loss != "cross_entropy":
             fields.setdefault("mask", np.ones(n))  # some losses take their actions from it

@@ -40,7 +40,6 @@ from bench.harness import (
     select_stages,
     taught_model,
     train,
-    write_recipe,
 )
 
 TEST = "tests/trainer/test_recipes_learn.py::test_a_run_passes_its_bar"
@@ -86,6 +85,12 @@ def blind(seed: int, work: Path) -> list[str]:
             name, _, options = part["dataset"].partition(":")
             part["dataset"] = f"{name}:{','.join(filter(None, [options, 'blind=1']))}"
     return [str(write_recipe(work, content))]
+
+
+def write_recipe(folder: Path, content: dict[str, Any]) -> Path:
+    path = folder / f"recipe-{len(list(folder.glob('recipe-*')))}.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
 
 
 # --------------------------------------------------------------------------------------------- games
