@@ -4,12 +4,14 @@ processes costs little time and few bytes for each number.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 _INT32 = np.iinfo(np.int32)
+_LOCK = threading.RLock()  # reentrant: a property may read a field
 
 
 class ArrayLists:
@@ -23,14 +25,16 @@ class ArrayLists:
     _arrays: dict[str, np.ndarray]
 
     def __getattr__(self, name: str) -> Any:
-        """Return a field that is held as an array as a list. Only an empty slot gets here."""
-        array = None if name == "_arrays" else self._find_array(name)
-        if array is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        values = array.tolist()
-        object.__setattr__(self, name, values)
-        self._arrays.pop(name, None)  # the list may be changed
-        return values
+        """Return a field that is held as an array as a list. Only an empty slot gets here. Threads
+        that read the field at once get the same list.
+        """
+        if name != "_arrays":
+            with _LOCK:
+                array = self._find_array(name)
+                if array is not None:
+                    object.__setattr__(self, name, array.tolist())
+                    del self._arrays[name]
+        return object.__getattribute__(self, name)
 
     def _set_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Hold these fields as arrays (1-D)."""
@@ -42,8 +46,12 @@ class ArrayLists:
         object.__setattr__(self, "_arrays", dict(arrays))
 
     def _find_array(self, name: str) -> np.ndarray | None:
-        """Return a field that is held as an array; None if it is a list by now."""
-        return getattr(self, "_arrays", {}).get(name)
+        """Return a field that is held as an array; None if it was read or assigned since."""
+        try:
+            object.__getattribute__(self, name)
+        except AttributeError:  # the slot is empty
+            return getattr(self, "_arrays", {}).get(name)
+        return None
 
 
 def pack_numbers(values: Any) -> Any:

@@ -4,6 +4,8 @@ their messages have.
 
 import copy
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -76,6 +78,34 @@ def test_a_sample_keeps_its_lists(tokens, logprobs):
     assert [type(token) for token in moved.tokens] == [int] * len(tokens)
     moved.tokens.append(4)
     assert moved.num_tokens == len(tokens) + 1 and send(moved).tokens == [*tokens, 4]
+
+
+def test_threads_that_read_a_received_sample_at_once_get_the_same_list():
+    """The thread of the ranks' scores reads a sample while the rollout reads it."""
+    moved = send([SampledSequence([1, 2, 3], [-1.0, -2.0, -3.0]) for _ in range(8000)])
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            reads = [pool.submit(lambda: [(s.tokens, s.logprobs) for s in moved]) for _ in "1234"]
+            results = [read.result() for read in reads]
+    finally:
+        sys.setswitchinterval(interval)
+    for sample, *lists in zip(moved, *results, strict=True):
+        assert sample.tokens == [1, 2, 3] and sample.logprobs == [-1.0, -2.0, -3.0]
+        assert all(t is sample.tokens and p is sample.logprobs for t, p in lists)
+
+
+@pytest.mark.parametrize("read_first", [False, True])
+def test_a_field_of_a_received_sample_may_be_assigned(read_first):
+    moved = send(SampledSequence([1, 2, 3], [-1.0, -2.0, -3.0], versions=[1, 1, 2]))
+    if read_first:
+        assert moved.tokens == [1, 2, 3]
+    moved.tokens, moved.logprobs, moved.versions = [9, 8], [-4.0, -5.0], None
+    for sample in (moved, send(moved)):
+        assert (sample.num_tokens, sample.tokens_np.tolist()) == (2, [9, 8])
+        assert sample.logprobs_np.tolist() == [-4.0, -5.0] and sample.as_array("versions") is None
+        assert (sample.tokens, sample.logprobs, sample.versions) == ([9, 8], [-4.0, -5.0], None)
 
 
 def test_bytes_of_a_token():
