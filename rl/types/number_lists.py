@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 _INT32 = np.iinfo(np.int32)
+_LIST_DTYPES = {int: np.int64, float: np.float64}
 _LOCK = threading.RLock()  # reentrant: a property may read a field
 
 
@@ -55,15 +56,16 @@ class ArrayLists:
 
 
 def pack_numbers(values: Any) -> Any:
-    """Return a list of integers or floats as an array of the narrowest type that holds the same
-    numbers (int32, int64, float32, float64). Anything else is returned as it is.
+    """Return a list of integers or a list of floats as an array of the narrowest type that holds
+    the same numbers (int32, int64, float32, float64). Anything else is returned as it is.
     """
     if isinstance(values, np.ndarray):
         array = values
-    elif type(values) is list and values and type(values[0]) in (int, float):
-        try:
-            array = np.asarray(values)
-        except (ValueError, OverflowError):  # rows of other lengths
+    elif type(values) is list and values and (kind := type(values[0])) in _LIST_DTYPES:
+        if list(map(type, values)).count(kind) < len(values):
+            return values
+        array = np.asarray(values)
+        if array.dtype != _LIST_DTYPES[kind]:  # a number beyond int64
             return values
     else:
         return values
@@ -75,8 +77,6 @@ def pack_numbers(values: Any) -> Any:
             narrow = array.astype(np.float32)
         if narrow.astype(np.float64).tobytes() == array.tobytes():
             return narrow
-    elif not isinstance(values, np.ndarray):
-        return values
     return array
 
 

@@ -124,3 +124,38 @@ def test_bytes_of_a_token():
         inputs[name][511:] = values
     datum = Datum(ModelInput.of(tokens[:-1]), inputs)
     assert 4 * (1535 + 1024) < len(collectives.pack_message(datum)) < 4 * (1535 + 1024) + 1000
+
+
+def test_received_arrays_are_no_views_of_their_message():
+    """An array that is kept would otherwise keep the whole message of its rank."""
+    columns = [np.arange(1000.0) + i for i in range(9)]
+    message = collectives.pack_message(columns)
+    moved = collectives.unpack_message(message)
+    message.zero_()
+    for column, array in zip(columns, moved, strict=True):
+        assert array.tobytes() == column.tobytes() and array.flags.writeable
+
+
+@pytest.mark.parametrize("tokens", [[1, None], [1, 2**70], [1, "a"], [1, 2.5]])
+def test_a_datum_of_unusable_tokens_is_sent(tokens):
+    """The check of the verb names the wrong token, after the datum is sent."""
+    datum = Datum(ModelInput.from_ints(tokens), {"target_tokens": [2, 3], "weights": [1.0, 1.0]})
+    moved = send(datum)
+    assert moved.model_input.token_ids() == tokens
+    assert moved.loss_fn_inputs["target_tokens"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("values", [
+    [1, True], [True, 1], [0, -1.5], [-1.5, 0], [1, None], [0.5, None], [1, 2**63], [1, 2**70],
+    [0.5, True],
+])  # fmt: skip
+def test_a_list_of_several_types_keeps_them(values):
+    moved = send(SampledSequence(values, values, versions=values))
+    for received in (moved.tokens, moved.logprobs, moved.versions):
+        assert repr(received) == repr(values)
+
+
+def test_samples_are_equal_whatever_scored_them():
+    score = SampleScore(True, hash_beginning("a"), Score(0.5))
+    assert SampledSequence([1], score=score) == SampledSequence([1])
+    assert "score" not in repr(SampledSequence([1], score=score))
