@@ -117,7 +117,7 @@ class _DatumBuilder:
             }
         return Datum(
             model_input=ModelInput.of(tokens[:-1], self.images),
-            loss_fn_inputs={"target_tokens": TensorData(tokens[1:], "int64"), **values},
+            loss_fn_inputs={"target_tokens": TensorData._of(tokens[1:].copy()), **values},
             temperature=self.temperature,
             experts=np.concatenate(self.experts)
             if sum(map(len, self.experts)) == self.length - 1

@@ -47,12 +47,10 @@ class ArrayLists:
         object.__setattr__(self, "_arrays", dict(arrays))
 
     def _find_array(self, name: str) -> np.ndarray | None:
-        """Return a field that is held as an array; None if it was read or assigned since."""
-        try:
-            object.__getattribute__(self, name)
-        except AttributeError:  # the slot is empty
-            return getattr(self, "_arrays", {}).get(name)
-        return None
+        """Return a field that is held as an array; None if it is a list by now. A class whose fields
+        may be assigned overrides it.
+        """
+        return getattr(self, "_arrays", {}).get(name)
 
 
 def pack_numbers(values: Any) -> Any:

@@ -46,6 +46,13 @@ class SampledSequence(ArrayLists):
     # extension: the rl.rewards.SampleScore of the rank that sampled it, if that rank scored it
     score: Any = field(default=None, repr=False, compare=False)
 
+    def _find_array(self, name: str) -> np.ndarray | None:
+        try:
+            object.__getattribute__(self, name)
+        except AttributeError:  # the slot is empty: the field was neither read nor assigned
+            return ArrayLists._find_array(self, name)
+        return None
+
     def __reduce__(self) -> tuple[Any, ...]:
         columns = {name: self.as_array(name) for name in _NUMBER_LISTS}
         arrays = {name: a for name, a in columns.items() if isinstance(a, np.ndarray)}
