@@ -71,12 +71,12 @@ class _DatumBuilder:
             raise ValueError(
                 f"an action of {len(tokens)} tokens needs as many logprobs, got {received}"
             )
-        versions = action.as_array("versions")
+        versions: Any = action.as_array("versions")
         versions = (action.version or 0) if versions is None or not len(versions) else versions
         begin = 0 if self.length else 1  # no target is the first token of a sequence
         if len(tokens) > begin:
-            known = isinstance(versions, int)
-            self._versions.update([versions] if known else np.unique(versions[begin:]).tolist())
+            known = isinstance(versions, (int, np.integer))
+            self._versions |= {versions} if known else {*np.unique(versions[begin:]).tolist()}
             self._versions.discard(-1)
         self._append(tokens, logprobs, versions, mask=1.0, advantage=advantage)
         self.temperature, self.long_rope = action.temperature, action.beyond

@@ -47,8 +47,8 @@ class ArrayLists:
         object.__setattr__(self, "_arrays", dict(arrays))
 
     def _find_array(self, name: str) -> np.ndarray | None:
-        """Return a field that is held as an array; None if it is a list by now. A class whose fields
-        may be assigned overrides it.
+        """Return a field that is held as an array; None if it is a list by now. A class whose
+        fields may be assigned overrides it.
         """
         return getattr(self, "_arrays", {}).get(name)
 
