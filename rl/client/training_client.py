@@ -523,7 +523,7 @@ def _to_output(value: tuple[list[dict[str, Any]], dict[str, float]]) -> ForwardB
     """Return the verb's (outputs, metrics) in Tinker's type."""
     outputs, metrics = value
     return ForwardBackwardOutput(
-        [{k: TensorData(v, "float32") for k, v in item.items()} for item in outputs], metrics
+        [{k: TensorData._of(v) for k, v in item.items()} for item in outputs], metrics
     )
 
 

@@ -45,7 +45,9 @@ def _place_parts(sizes: np.ndarray) -> np.ndarray:
 
 
 def unpack_message(payload: torch.Tensor) -> Any:
-    """Return the object of `pack_message`. Its arrays are views of the message."""
+    """Return the object of `pack_message`. Its arrays are copies: an array that is kept does not
+    keep the message.
+    """
     message = payload.numpy()
     count = int(message[:8].view(np.int64)[0])
     sizes = message[: 8 * (1 + count)].view(np.int64)
@@ -53,4 +55,4 @@ def unpack_message(payload: torch.Tensor) -> Any:
         message[begin : begin + size]
         for begin, size in zip(_place_parts(sizes), sizes[1:], strict=False)
     )
-    return pickle.loads(packed.data, buffers=buffers)
+    return pickle.loads(packed.data, buffers=[buffer.copy() for buffer in buffers])

@@ -29,7 +29,7 @@ class _DatumBuilder:
         self._columns: dict[str, list[tuple[int, np.ndarray | float]]] = {
             name: [] for name in ("logprobs", "advantages", "mask", "versions")
         }
-        self._versions: set[int] = set()  # of the sampled tokens
+        self._versions: set[int] = set()  # of the sampled targets
         self.temperature: float | None = None
         self.long_rope = False
         # experts of the tokens so far, in parts; empty if the sampler did not record them
@@ -71,12 +71,14 @@ class _DatumBuilder:
             raise ValueError(
                 f"an action of {len(tokens)} tokens needs as many logprobs, got {received}"
             )
-        versions = action.as_array("versions")
+        versions: Any = action.as_array("versions")
         versions = (action.version or 0) if versions is None or not len(versions) else versions
+        begin = 0 if self.length else 1  # no target is the first token of a sequence
+        if len(tokens) > begin:
+            known = isinstance(versions, (int, np.integer))
+            self._versions |= {versions} if known else {*np.unique(versions[begin:]).tolist()}
+            self._versions.discard(-1)
         self._append(tokens, logprobs, versions, mask=1.0, advantage=advantage)
-        if len(tokens):
-            known = isinstance(versions, int)
-            self._versions.update([versions] if known else np.unique(versions).tolist())
         self.temperature, self.long_rope = action.temperature, action.beyond
         self.turns.append(turn)
         # `experts` covers the turn's prompt and answer except the last token. Each token keeps
@@ -104,18 +106,18 @@ class _DatumBuilder:
         first.
         """
         tokens, columns = self.tokens(), self._columns
-        tokens.flags.writeable = False  # the input and the targets are views of it
+        tokens.flags.writeable = False  # the input is a view of it
         several = len(self._versions) > 1  # tokens of a single version need no label each
         if not several:
             columns = {name: parts for name, parts in columns.items() if name != "versions"}
         with np.errstate(over="ignore"):
             values = {
-                name: TensorData(_fill_float32(parts, self.length)[1:], "float32")
+                name: TensorData._of(_fill_float32(parts, self.length)[1:])
                 for name, parts in columns.items()
             }
         return Datum(
             model_input=ModelInput.of(tokens[:-1], self.images),
-            loss_fn_inputs={"target_tokens": TensorData(tokens[1:], "int64"), **values},
+            loss_fn_inputs={"target_tokens": TensorData._of(tokens[1:].copy()), **values},
             temperature=self.temperature,
             experts=np.concatenate(self.experts)
             if sum(map(len, self.experts)) == self.length - 1

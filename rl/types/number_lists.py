@@ -4,12 +4,15 @@ processes costs little time and few bytes for each number.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 _INT32 = np.iinfo(np.int32)
+_LIST_DTYPES = {int: np.int64, float: np.float64}
+_LOCK = threading.RLock()  # reentrant: a property may read a field
 
 
 class ArrayLists:
@@ -23,14 +26,16 @@ class ArrayLists:
     _arrays: dict[str, np.ndarray]
 
     def __getattr__(self, name: str) -> Any:
-        """Return a field that is held as an array as a list. Only an empty slot gets here."""
-        array = None if name == "_arrays" else self._find_array(name)
-        if array is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        values = array.tolist()
-        object.__setattr__(self, name, values)
-        self._arrays.pop(name, None)  # the list may be changed
-        return values
+        """Return a field that is held as an array as a list. Only an empty slot gets here. Threads
+        that read the field at once get the same list.
+        """
+        if name != "_arrays":
+            with _LOCK:
+                array = self._find_array(name)
+                if array is not None:
+                    object.__setattr__(self, name, array.tolist())
+                    del self._arrays[name]
+        return object.__getattribute__(self, name)
 
     def _set_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Hold these fields as arrays (1-D)."""
@@ -42,20 +47,23 @@ class ArrayLists:
         object.__setattr__(self, "_arrays", dict(arrays))
 
     def _find_array(self, name: str) -> np.ndarray | None:
-        """Return a field that is held as an array; None if it is a list by now."""
+        """Return a field that is held as an array; None if it is a list by now. A class whose
+        fields may be assigned overrides it.
+        """
         return getattr(self, "_arrays", {}).get(name)
 
 
 def pack_numbers(values: Any) -> Any:
-    """Return a list of integers or floats as an array of the narrowest type that holds the same
-    numbers (int32, int64, float32, float64). Anything else is returned as it is.
+    """Return a list of integers or a list of floats as an array of the narrowest type that holds
+    the same numbers (int32, int64, float32, float64). Anything else is returned as it is.
     """
     if isinstance(values, np.ndarray):
         array = values
-    elif type(values) is list and values and type(values[0]) in (int, float):
-        try:
-            array = np.asarray(values)
-        except (ValueError, OverflowError):  # rows of other lengths
+    elif type(values) is list and values and (kind := type(values[0])) in _LIST_DTYPES:
+        if list(map(type, values)).count(kind) < len(values):
+            return values
+        array = np.asarray(values)
+        if array.dtype != _LIST_DTYPES[kind]:  # a number beyond int64
             return values
     else:
         return values
@@ -67,8 +75,6 @@ def pack_numbers(values: Any) -> Any:
             narrow = array.astype(np.float32)
         if narrow.astype(np.float64).tobytes() == array.tobytes():
             return narrow
-    elif not isinstance(values, np.ndarray):
-        return values
     return array
 
 

@@ -5,7 +5,7 @@ project are marked "extension".
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -44,7 +44,14 @@ class SampledSequence(ArrayLists):
     # oldest
     versions: list[int] | None = None
     # extension: the rl.rewards.SampleScore of the rank that sampled it, if that rank scored it
-    score: Any = None
+    score: Any = field(default=None, repr=False, compare=False)
+
+    def _find_array(self, name: str) -> np.ndarray | None:
+        try:
+            object.__getattribute__(self, name)
+        except AttributeError:  # the slot is empty: the field was neither read nor assigned
+            return ArrayLists._find_array(self, name)
+        return None
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = {name: self.as_array(name) for name in _NUMBER_LISTS}

@@ -45,15 +45,6 @@ class TensorData:
     ):
         if dtype is not None and dtype not in _DTYPES:
             raise ValueError(f"TensorData dtype must be 'int64' or 'float32', got {dtype!r}")
-        if (
-            type(data) is np.ndarray
-            and dtype is not None
-            and data.dtype == _DTYPES[dtype]
-            and data.flags.c_contiguous
-            and (shape, sparse_crow_indices, sparse_col_indices) == (None, None, None)
-        ):
-            self.array: np.ndarray = data
-            return
         array = np.asarray(data)
         if array.size == 0 and array.dtype == object:
             array = array.astype(np.float32)
@@ -73,7 +64,14 @@ class TensorData:
                 array = array.reshape(tuple(shape))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{array.size} numbers do not have the shape {shape!r}") from error
-        self.array = array
+        self.array: np.ndarray = array
+
+    @classmethod
+    def _of(cls, array: np.ndarray) -> TensorData:
+        """Hold an int64 or float32 array itself, without a copy."""
+        data = cls.__new__(cls)
+        data.array = array
+        return data
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore_tensor_data, pack_column(self.array)
@@ -125,8 +123,7 @@ class TensorData:
 
 
 def _restore_tensor_data(*packed: Any) -> TensorData:
-    array = unpack_column(*packed)
-    return TensorData(array, _DTYPE_NAMES[array.dtype])
+    return TensorData._of(unpack_column(*packed))
 
 
 def _check_whole(array: np.ndarray) -> None:
@@ -317,7 +314,8 @@ class Datum:
         inputs: dict[str, Any] = dict(self.loss_fn_inputs)
         targets = inputs["target_tokens"].array if "target_tokens" in inputs else None
         if targets is not None and targets.ndim == 1 and len(targets):
-            with contextlib.suppress(ValueError):  # an image that no model has read has no tokens
+            # an image that no model has read has no tokens; other tokens may be no ids
+            with contextlib.suppress(ValueError, TypeError, OverflowError):
                 if np.array_equal(targets[:-1], self.model_input.token_array()[1:]):
                     inputs["target_tokens"] = int(targets[-1])
         others = [getattr(self, name) for name in _OTHER_FIELDS]
@@ -379,5 +377,5 @@ def _restore_datum(inputs: dict[str, Any], others: Sequence[Any]) -> Datum:
     last = inputs.get("target_tokens")
     if isinstance(last, int):
         targets = np.append(options["model_input"].token_array()[1:], last)
-        inputs["target_tokens"] = TensorData(targets, "int64")
+        inputs["target_tokens"] = TensorData._of(targets)
     return Datum(loss_fn_inputs=inputs, **options)

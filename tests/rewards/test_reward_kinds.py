@@ -3,8 +3,11 @@ of a single bad answer.
 """
 
 import asyncio
+import copy
+import json
 import logging
 import math
+import pickle
 import sys
 import time
 
@@ -17,7 +20,16 @@ from rl.errors import UserError
 from rl.judges import add_episode_rewards, make_episode
 from rl.models import load_model
 from rl.renderers import get_renderer
-from rl.rewards import Episode, EpisodeTurn, Scorer, register_reward, resolve_reward
+from rl.rewards import (
+    Episode,
+    EpisodeTurn,
+    SampleScore,
+    Score,
+    Scorer,
+    hash_beginning,
+    register_reward,
+    resolve_reward,
+)
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.types import ModelInput, Problem, SampledSequence
 
@@ -419,6 +431,52 @@ def test_a_single_answer_is_an_episode_of_one_turn(reward_file):
         (env,) = ProblemGroupBuilder(problem, 1, renderer, scorer).make_envs()
         result = env.step(SampledSequence(renderer.encode("6"), [-1.0], "stop"))
         assert result.reward.result().reward == 1.0
+
+
+class DecodeCounter:
+    """Count how often a renderer parses an answer."""
+
+    def __init__(self, renderer):
+        self.renderer, self.count = renderer, 0
+
+    def __getattr__(self, name):
+        return getattr(self.renderer, name)
+
+    def parse_response(self, tokens):
+        self.count += 1
+        return self.renderer.parse_response(tokens)
+
+
+READS = [
+    json.dumps, lambda logs: json.dumps(logs, indent=1), repr, dict, list, copy.copy, copy.deepcopy,
+    lambda logs: pickle.loads(pickle.dumps(logs)), lambda logs: dict(**logs),
+    lambda logs: logs | {"own": 1}, lambda logs: {"own": 1} | logs, lambda logs: {**logs, "own": 1},
+    lambda logs: {"own": 1, "response": "6"} == logs, lambda logs: [*logs.values()],
+    lambda logs: logs.get("response"), lambda logs: logs["response"],
+    lambda logs: logs.pop("response"), lambda logs: logs.update(own=1),
+    lambda logs: logs.__setitem__("response", "own"),
+]  # fmt: skip
+
+
+def test_the_logs_of_an_answer_that_its_rank_scored_are_a_dict():
+    """Its text is decoded when they are first read."""
+    counter = DecodeCounter(get_renderer("plain", load_model("tiny:ascii").tokenizer))
+    problem = Problem([{"role": "user", "content": "2*3="}], {"answer": "6"})
+    scores = (None, SampleScore(True, hash_beginning("6"), Score(1.0)))
+    with Scorer("math_correctness") as scorer:
+        builder = ProblemGroupBuilder(problem, 1, counter, scorer)
+        for i, read in enumerate(READS):
+            expected, received = (
+                builder.make_envs()[0]
+                .step(SampledSequence(counter.encode("6"), [-1.0], "stop", score=score))
+                .logs
+                for score in scores
+            )
+            assert len(received) == len(expected) and counter.count == 2 * i + 1
+            result = read(received)
+            assert result == read(expected) and received == expected, i
+            assert not isinstance(result, dict) or type(result) is dict
+            assert counter.count == 2 * i + 2 and expected.get("response") in ("6", "own", None)
 
 
 @pytest.mark.slow

@@ -210,3 +210,36 @@ def test_tensor_data_round_trips():
     assert [data.tolist() for data in (*held, datum.loss_fn_inputs["weights"])] == [[7.0, 7.0]] * 4
     with pytest.raises(ValueError, match="int64"):
         TensorData([1], "int32")
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32", None])
+def test_tensor_data_holds_a_copy(dtype):
+    array = np.zeros(3, dtype or np.float32)
+    data = TensorData(array, dtype)
+    array[0] = 7
+    assert data.tolist() == [0, 0, 0]
+    assert TensorData(np.array(7, dtype or np.float32), dtype).shape == [1]
+
+
+def test_the_arrays_of_a_rollout_are_writable_and_no_views_of_each_other():
+    (datum,) = trajectory_to_datums(
+        Trajectory([turn([5, 6, 7], [8, 9], [-0.5, -0.25])], advantage=2.0)
+    )
+    for data in datum.loss_fn_inputs.values():
+        data.array[:] = 1
+    assert datum.model_input.to_ints() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("observation, versions, version", [
+    ([], [1, 2, 2], 2),  # the first token is no target
+    ([], [2, 2, 2], 2),
+    ([5], [-1, 2, 2], 2),
+    ([5], [-1, -1, -1], None),
+    ([], [1, -1, -1], None),
+])  # fmt: skip
+def test_the_version_of_a_datum_is_that_of_its_sampled_targets(observation, versions, version):
+    """A version of -1 marks a token that was not sampled."""
+    action = SampledSequence([7, 8, 9], [-1.0] * 3, version=1, versions=versions)
+    step = Transition(ModelInput.from_ints(observation), action, 0.0, True)
+    (datum,) = trajectory_to_datums(Trajectory([step], advantage=1.0))
+    assert datum.version == version and "versions" not in datum.loss_fn_inputs

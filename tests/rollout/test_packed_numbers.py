@@ -4,6 +4,8 @@ their messages have.
 
 import copy
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -78,6 +80,34 @@ def test_a_sample_keeps_its_lists(tokens, logprobs):
     assert moved.num_tokens == len(tokens) + 1 and send(moved).tokens == [*tokens, 4]
 
 
+def test_threads_that_read_a_received_sample_at_once_get_the_same_list():
+    """The thread of the ranks' scores reads a sample while the rollout reads it."""
+    moved = send([SampledSequence([1, 2, 3], [-1.0, -2.0, -3.0]) for _ in range(8000)])
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            reads = [pool.submit(lambda: [(s.tokens, s.logprobs) for s in moved]) for _ in "1234"]
+            results = [read.result() for read in reads]
+    finally:
+        sys.setswitchinterval(interval)
+    for sample, *lists in zip(moved, *results, strict=True):
+        assert sample.tokens == [1, 2, 3] and sample.logprobs == [-1.0, -2.0, -3.0]
+        assert all(t is sample.tokens and p is sample.logprobs for t, p in lists)
+
+
+@pytest.mark.parametrize("read_first", [False, True])
+def test_a_field_of_a_received_sample_may_be_assigned(read_first):
+    moved = send(SampledSequence([1, 2, 3], [-1.0, -2.0, -3.0], versions=[1, 1, 2]))
+    if read_first:
+        assert moved.tokens == [1, 2, 3]
+    moved.tokens, moved.logprobs, moved.versions = [9, 8], [-4.0, -5.0], None
+    for sample in (moved, send(moved)):
+        assert (sample.num_tokens, sample.tokens_np.tolist()) == (2, [9, 8])
+        assert sample.logprobs_np.tolist() == [-4.0, -5.0] and sample.as_array("versions") is None
+        assert (sample.tokens, sample.logprobs, sample.versions) == ([9, 8], [-4.0, -5.0], None)
+
+
 def test_bytes_of_a_token():
     """A sampled token has an id and a logprob of 4 bytes each. A datum's tokens have 4 bytes, and
     those of its answer 4 for the logprob.
@@ -94,3 +124,38 @@ def test_bytes_of_a_token():
         inputs[name][511:] = values
     datum = Datum(ModelInput.of(tokens[:-1]), inputs)
     assert 4 * (1535 + 1024) < len(collectives.pack_message(datum)) < 4 * (1535 + 1024) + 1000
+
+
+def test_received_arrays_are_no_views_of_their_message():
+    """An array that is kept would otherwise keep the whole message of its rank."""
+    columns = [np.arange(1000.0) + i for i in range(9)]
+    message = collectives.pack_message(columns)
+    moved = collectives.unpack_message(message)
+    message.zero_()
+    for column, array in zip(columns, moved, strict=True):
+        assert array.tobytes() == column.tobytes() and array.flags.writeable
+
+
+@pytest.mark.parametrize("tokens", [[1, None], [1, 2**70], [1, "a"], [1, 2.5]])
+def test_a_datum_of_unusable_tokens_is_sent(tokens):
+    """The check of the verb names the wrong token, after the datum is sent."""
+    datum = Datum(ModelInput.from_ints(tokens), {"target_tokens": [2, 3], "weights": [1.0, 1.0]})
+    moved = send(datum)
+    assert moved.model_input.token_ids() == tokens
+    assert moved.loss_fn_inputs["target_tokens"].tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("values", [
+    [1, True], [True, 1], [0, -1.5], [-1.5, 0], [1, None], [0.5, None], [1, 2**63], [1, 2**70],
+    [0.5, True],
+])  # fmt: skip
+def test_a_list_of_several_types_keeps_them(values):
+    moved = send(SampledSequence(values, values, versions=values))
+    for received in (moved.tokens, moved.logprobs, moved.versions):
+        assert repr(received) == repr(values)
+
+
+def test_samples_are_equal_whatever_scored_them():
+    score = SampleScore(True, hash_beginning("a"), Score(0.5))
+    assert SampledSequence([1], score=score) == SampledSequence([1])
+    assert "score" not in repr(SampledSequence([1], score=score))
