@@ -135,13 +135,13 @@ def test_an_error_of_a_score_is_that_score_s_alone(local):
     assert expect(handle, scorer, three.score.score).result(WAIT).reward == 7.0
 
 
-def test_what_a_rank_does_not_hold_is_scored_by_rank_0(local):
+def test_what_a_rank_no_longer_holds_is_scored_by_rank_0(local, monkeypatch):
     """It forgets the oldest tickets beyond a number: those of samples that were dropped."""
     scorer, driver, handle = local
-    (lost,) = sample(handle, driver.scorer, 0)
-    rank, number = lost.score.score
-    assert expect(handle, scorer, (rank, number + 1)).result(WAIT).reward == 8.0
-    assert expect(handle, scorer, (rank, number)).result(WAIT).reward == 7.0
+    monkeypatch.setattr("rl.rollout.sample_scorer._MAX_TICKETS", 2)
+    samples = sample(handle, driver.scorer, 0, 0, 0)
+    rewards = [expect(handle, scorer, s.score.score).result(WAIT).reward for s in samples]
+    assert rewards == [8.0, 7.0, 7.0]
 
 
 def test_an_answer_that_cannot_be_decoded_is_left_to_rank_0(local, caplog):
