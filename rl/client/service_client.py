@@ -120,6 +120,16 @@ class ServiceClient:
         """Set the size of each device's KV cache, in tokens, for samples requested from now on."""
         self._driver.submit("set_cache_size", tokens).result()
 
+    def count_machines(self) -> tuple[int, int]:
+        """Return the number of machines of the launch with ranks that sample, and of all."""
+        router = self._driver.router
+        sampler_ranks = 0 if router is None else router.sampler_ranks
+        world = int(os.environ.get("WORLD_SIZE", "1")) + sampler_ranks
+        machines = -(-world // int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
+        if router is None:
+            return machines, machines
+        return len(set(self._driver.submit("name_machine").result())), machines
+
     def open_scorer(self, packed: bytes) -> SampleScorerHandle:
         """Let every rank score the samples of requests with `scoring` (an extension). `packed`: of
         `ScorerSettings.pack`.

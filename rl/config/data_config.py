@@ -83,7 +83,7 @@ class DataSettings:
     reward_timeout: Seconds = 10.0
     """Seconds that a reward call may take; a slower call drops its sample."""
     reward_workers: Annotated[int | None, Range(1, 4096)] = None
-    """Number of processes that compute rewards, on each machine; default: half the CPU cores, from 2 to 16; for rewards that run programs each core, from 2 to 64; for batched and async rewards 1. If each machine scores what it sampled, its ranks divide them, and have at least one each."""
+    """Number of processes that compute rewards, on each machine; default: half the CPU cores, from 2 to 16; for rewards that run programs each core, from 2 to 64; for batched and async rewards 1. If each machine scores what it sampled, its ranks that sample divide them, and have at least one each."""
     reward_machines: Literal["auto", "first", "all"] = "auto"
     """Machines of the launch whose processes compute rewards. all: each scores what its ranks sampled, if it can load the reward's file and modules; it also needs the files, programs and services that the reward uses. first: that of rank 0. auto: as all."""
     reward_env: tuple[str, ...] = ()

@@ -137,7 +137,7 @@ class ProblemGroupBuilder(EnvGroupBuilder):
         self.scored = make_scored_problem(problem, None if scorer is None else scorer.reward)
         self.rank_scores = rank_scores
         # pickled once for all answers; None: rank 0 scores them
-        self.scoring = None if rank_scores is None else self.scored.make_task(rank_scores.scorer_id)
+        self.scoring = None if rank_scores is None else rank_scores.make_task(self.scored)
 
     def make_envs(self) -> list[ProblemEnv]:
         """Return an environment for each member."""

@@ -48,7 +48,7 @@ class Score:
     """Hold the reward and metrics of a response, and the run time of each reward by name.
 
     If the reward failed, `reward` is None, `error` describes the failure, and `failure` is its
-    kind.
+    kind. `gave_up`: the kind of failure at which a built-in reward gave up and scored 0.
     """
 
     reward: float | None
@@ -56,6 +56,7 @@ class Score:
     error: str | None = None
     failure: Failure | None = None
     seconds: dict[str, float] = field(default_factory=dict, compare=False, repr=False)
+    gave_up: Failure | None = field(default=None, compare=False, repr=False)
 
 
 def make_failed_score(failure: Failure, error: str) -> Score:

@@ -339,8 +339,9 @@ class Scorer:
         for name, seconds in reply.seconds.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.counts["calls"] += 1
-        if reply.failure is not None:
-            self.counts[_FAILURE_COUNTS[reply.failure]] += 1
+        failure = reply.failure or reply.gave_up
+        if failure is not None:
+            self.counts[_FAILURE_COUNTS[failure]] += 1
 
     def score_many(self, items: Iterable[tuple[Any, ...]]) -> list[Score]:
         """Return the scores of (prompt, response, meta) items, in order.
@@ -384,7 +385,7 @@ class Scorer:
         score = reply
         if give_up:
             result = self.reward.give_up_result((pending.prompt, pending.response, None))
-            score = Score(result.reward, result.metrics)
+            score = Score(result.reward, result.metrics, gave_up=reply.failure)
         elif reply.failure is not None:
             error = f"reward {self.reward.name!r} {reply.error} (prompt {_shorten(pending.prompt)})"
             score = make_failed_score(reply.failure, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
@@ -45,13 +44,6 @@ class ScoredProblem:
             episode = Episode([*self.messages, answer], [turn], self.tag)
         return self.prompt, response, self.meta, episode
 
-    def make_task(self, scorer_id: int) -> ScoringTask | None:
-        """Return the task of this problem; None if the problem cannot be pickled."""
-        try:
-            return ScoringTask(scorer_id, pickle.dumps(self))
-        except Exception:  # boundary: pickling runs code of user objects
-            return None
-
 
 ScoreTicket = tuple[int, int]  # a score that a rank still computes: the rank and a number
 
@@ -77,9 +69,11 @@ def _restore_score(ended: bool, beginning: bytes, *packed: Any) -> SampleScore:
 
 
 class RankScores(Protocol):
-    """Provide the scores that ranks compute of their samples. `scorer_id`: names their scorers."""
+    """Provide the scores that ranks compute of their samples."""
 
-    scorer_id: int
+    def make_task(self, problem: ScoredProblem) -> ScoringTask | None:
+        """Return the task of a problem; None if it cannot be pickled."""
+        ...
 
     def expect(
         self, ticket: ScoreTicket, scorer: Scorer, make_item: Callable[[], RewardItem]

@@ -5,8 +5,11 @@ reward workers of this machine, while sampling continues. Only numbers leave the
 from __future__ import annotations
 
 import itertools
+import logging
 import pickle
-from collections.abc import Mapping, Sequence
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rl.errors import UserError
@@ -24,6 +27,10 @@ from rl.rewards import (
 )
 from rl.sanitize import describe_error
 from rl.types import SampledSequence
+
+logger = logging.getLogger(__name__)
+
+_MAX_TICKETS = 10_000  # that rank 0 has not asked for: those of dropped samples stay
 
 
 def parse_answer(renderer: Renderer, sample: SampledSequence) -> tuple[str, bool]:
@@ -68,65 +75,96 @@ class SampleScorer:
             environment=unpacked.variables,
             num_processes=num_ranks,
         )
-        # the scores of samples that are still on this rank, and of those that have left it
+        self._rank, self._has_warned = rank, False
+        # the scores of samples that are still on this rank, of those that have left it, and of
+        # those that rank 0 has asked for
         self._pending: list[tuple[SampledSequence, bool, bytes, PendingScore]] = []
         self._tickets: dict[ScoreTicket, PendingScore] = {}
+        self._expected: dict[ScoreTicket, PendingScore | None] = {}
         self._next_tickets = ((rank, number) for number in itertools.count())
 
     def submit(self, task: ScoringTask, samples: Sequence[SampledSequence]) -> None:
-        """Begin to score the finished samples of a request."""
-        problem: ScoredProblem = pickle.loads(task.problem)
-        for sample in samples:
-            response, ended = parse_answer(self._renderer, sample)
-            item = problem.make_item(response, sample.num_tokens, sample.stop_reason)
-            try:
+        """Begin to score the finished samples of a request. An error leaves samples without a
+        score: rank 0 scores them, or fails as it would have without this rank.
+        """
+        try:
+            problem: ScoredProblem = pickle.loads(task.problem)
+            for sample in samples:
+                response, ended = parse_answer(self._renderer, sample)
+                item = problem.make_item(response, sample.num_tokens, sample.stop_reason)
                 pending = self._scorer.submit(*item)
-            except UserError:  # no worker can be started: rank 0 scores the sample
-                continue
-            self._pending.append((sample, ended, hash_beginning(response), pending))
+                self._pending.append((sample, ended, hash_beginning(response), pending))
+        except Exception as error:  # boundary: unpickling and decoding run the user's code
+            self._warn(error)
 
-    def wait(self) -> None:
-        """Wait for the scores of all submitted samples, and set them. A sample that could not be
-        scored has none.
+    def hand_over(self, seconds: float | None) -> None:
+        """Set in each submitted sample its score, or a ticket for `take_scores` if it takes longer
+        than `seconds` in all. None: a ticket, unless the reward runs at once. A sample that could
+        not be scored has neither.
         """
         pending, self._pending = self._pending, []
+        deadline = None if seconds is None else time.monotonic() + seconds
         for sample, ended, beginning, result in pending:
-            if (score := _get_score(result)) is not None:
+            score = self._get_score(result, deadline)
+            if score is not None:
                 sample.score = SampleScore(ended, beginning, score)
 
-    def leave_tickets(self) -> None:
-        """Set a ticket in each submitted sample, for `take_scores`; or the score of a reward that
-        runs at once.
-        """
-        pending, self._pending = self._pending, []
-        for sample, ended, beginning, result in pending:
-            if result.immediate:
-                sample.score = SampleScore(ended, beginning, result.result())
-            else:
-                ticket = next(self._next_tickets)
-                self._tickets[ticket] = result
-                sample.score = SampleScore(ended, beginning, ticket)
+    def drop_pending(self) -> None:
+        """Forget the submitted samples that were not handed over, since sampling failed."""
+        self._pending = []
 
-    def take_scores(self) -> dict[ScoreTicket, Score | None]:
-        """Return the scores that have been computed since the last call, by ticket; None for a
-        sample that could not be scored.
+    def _get_score(
+        self, result: PendingScore, deadline: float | None
+    ) -> Score | ScoreTicket | None:
+        """Return a score, a ticket if it is not there at the deadline, or None if it failed."""
+        if deadline is not None or result.immediate:
+            try:
+                return result.result(max(0.0, (deadline or 0.0) - time.monotonic()))
+            except TimeoutError:
+                pass
+            except Exception as error:  # the last worker was lost
+                self._warn(error)
+                return None
+        ticket = next(self._next_tickets)
+        self._tickets[ticket] = result
+        if len(self._tickets) > _MAX_TICKETS:
+            del self._tickets[next(iter(self._tickets))]
+        return ticket
+
+    def take_scores(self, tickets: Iterable[ScoreTicket]) -> dict[ScoreTicket, Score | None]:
+        """Return the scores that have been computed, of these tickets and of those of earlier
+        calls, each once; None for a sample that could not be scored. Tickets of other ranks are
+        ignored.
         """
-        done = {ticket: result for ticket, result in self._tickets.items() if result.done()}
-        for ticket in done:
-            del self._tickets[ticket]
-        return {ticket: _get_score(result) for ticket, result in done.items()}
+        for ticket in tickets:
+            if ticket[0] == self._rank:
+                self._expected[ticket] = self._tickets.pop(ticket, None)
+        scores: dict[ScoreTicket, Score | None] = {}
+        for ticket, result in list(self._expected.items()):
+            if result is None or result.done():
+                del self._expected[ticket]
+                scores[ticket] = None
+                if result is not None and (error := result.exception()) is not None:
+                    self._warn(error)
+                elif result is not None:
+                    scores[ticket] = result.result()
+        return scores
+
+    def _warn(self, error: BaseException) -> None:
+        """Log the first error after which rank 0 scores samples of this rank."""
+        if not self._has_warned:
+            self._has_warned = True
+            reason = str(error) if isinstance(error, UserError) else describe_error(error)
+            logger.warning(
+                "rank 0 has answers of %s (rank %d) scored: %s (later ones are not reported)",
+                socket.gethostname(),
+                self._rank,
+                reason,
+            )
 
     def close(self) -> None:
         """Stop the reward workers."""
         self._scorer.close()
-
-
-def _get_score(result: PendingScore) -> Score | None:
-    """Wait for a score. Return None if the last worker was lost before."""
-    try:
-        return result.result()
-    except UserError:
-        return None
 
 
 def open_sample_scorer(

@@ -8,7 +8,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,9 @@ from rl.vllm import (
     find_free_port,
     score_on_servers,
 )
+
+# A rank waits this share of a verb's time limit for the scores of its samples.
+_WAIT_SHARE = 0.1
 
 
 def load_base(decoder: Decoder, shapes: Mapping[str, Any]) -> Decoder:
@@ -389,7 +393,8 @@ class SamplingWorker:
 
         Requests are distributed over the ranks (or their tensor-parallel groups) by cost. A request
         that cannot run yields its error as its response and does not affect the others. Samples of
-        a request with `scoring` are scored here, if this rank has opened the scorer.
+        a request with `scoring` are scored here, if this rank has opened the scorer; they have
+        tickets (`take_scores`) if that takes longer than a share of the verb's time limit.
         """
         source = self.versions[version_id]
         indices = self._assign_indices(
@@ -410,12 +415,11 @@ class SamplingWorker:
             except ValueError as error:
                 errors[i] = error.with_traceback(None)
         accepted = [i for i in indices if i not in errors]
-        responses = engine.run(
-            lambda done: self._begin_scoring(numbers[done.request_id].scoring, done.response)
-        )
-        engine.close()
-        for scorer in self.sample_scorers.values():
-            scorer.wait()
+        with self._score_samples(_WAIT_SHARE * self.settings.timeout_seconds):
+            responses = engine.run(
+                lambda done: self._begin_scoring(numbers[done.request_id].scoring, done.response)
+            )
+            engine.close()
         source.report_params(requests)
         if not self.reports_results:
             return {}, {}
@@ -429,27 +433,56 @@ class SamplingWorker:
         if task and scorer and self.reports_results and isinstance(response, SampleResponse):
             scorer.submit(task, response.sequences)
 
+    @contextmanager
+    def _score_samples(self, seconds: float | None) -> Iterator[None]:
+        """Give the samples that finish meanwhile their scores or tickets: see
+        `SampleScorer.hand_over`.
+        """
+        try:
+            yield
+            for scorer in self.sample_scorers.values():
+                scorer.hand_over(seconds)
+        finally:
+            for scorer in self.sample_scorers.values():
+                scorer.drop_pending()
+
     @verb(SAMPLER, lambda parts: [part for part in parts if part is not None])
-    def open_scorer(self, scorer_id: int, packed: bytes) -> tuple[str, str | None] | None:
+    def name_machine(self) -> str | None:
+        """Return the name of this machine. Merged: those of the ranks that report samples."""
+        return socket.gethostname() if self.reports_results else None
+
+    @verb(SAMPLER, lambda parts: [part for part in parts if part is not None])
+    def open_scorer(
+        self, scorer_id: int, packed: bytes, machines: Sequence[str]
+    ) -> tuple[str, str | None] | None:
         """Open a scorer of this rank's samples. Return the name of this machine, and the reason if
         the reward cannot be loaded here. Merged: those of the ranks that report samples.
+
+        `machines`: what `name_machine` returns; ranks of a machine divide its reward workers.
         """
         if not self.reports_results:
             return None
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        ranks = -(-ranks // self.settings.sampler.tp)
+        machine = socket.gethostname()
+        local = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // self.settings.sampler.tp)
+        ranks = min(local, machines.count(machine))  # machines may have the same name
         scorer, reason = open_sample_scorer(packed, self.objects.rank, ranks)
         if scorer is not None:
             self.sample_scorers[scorer_id] = scorer
-        return socket.gethostname(), reason
+        return machine, reason
 
-    @verb(SAMPLER, lambda parts: {ticket: s for part in parts for ticket, s in part.items()})
-    def take_scores(self, scorer_id: int) -> dict[ScoreTicket, Score | None]:
-        """Return the scores of this rank's samples that streams have returned with a ticket, as far
-        as they are computed. Merged: those of all ranks.
+    @verb(
+        SAMPLER,
+        lambda parts: {ticket: s for part in parts for ticket, s in part.items()},
+        is_cleanup=True,  # it comes often, and would cut up batches of sample requests
+    )
+    def take_scores(
+        self, scorer_id: int, tickets: Sequence[ScoreTicket]
+    ) -> dict[ScoreTicket, Score | None]:
+        """Return the scores of this rank's samples with these tickets, and with those of earlier
+        calls, as far as they are computed. Merged: those of all ranks.
         """
         scorer = self.sample_scorers.get(scorer_id)
-        return {} if scorer is None else scorer.take_scores()
+        return {} if scorer is None else scorer.take_scores(tickets)
 
     @verb(SAMPLER, is_cleanup=True)
     def close_scorer(self, scorer_id: int) -> None:
@@ -513,9 +546,8 @@ class SamplingWorker:
             return engine
 
         rank = collectives.rank() // sampler_settings.tp
-        output = stream.run(step_request, rank, make_engine, self._begin_scoring)
-        for scorer in self.sample_scorers.values():
-            scorer.leave_tickets()
+        with self._score_samples(None):
+            output = stream.run(step_request, rank, make_engine, self._begin_scoring)
         return output if self.reports_results else StepOutput()
 
     @verb(SAMPLER, lambda parts: dict(sorted(item for part in parts for item in part.items())))

@@ -27,8 +27,8 @@ class VerbSpec:
     reduce         merges the results of the group's ranks, in rank order, into the driver's
                    result; None: the first rank's, to which the others add nothing
     version_arg    index of the argument that names a weight version, which the verb waits for
-    is_cleanup     it frees memory: no sample request depends on it, and it also runs if the
-                   transfer of its version failed
+    is_cleanup     it frees memory or takes scores: sample requests that are held back need not
+                   run before it, and it also runs if the transfer of its version failed
     get_params     returns the sampling parameters in its arguments, which the learner of the
                    version records
     on_refusal     verb that runs in its place, on its first argument, if a verb that it depends

@@ -419,8 +419,9 @@ class RunState:
                     commands=[format_resume_command(self.folder, self.run.options.trust_run)],
                 )
                 raise
-            if self.sample_scorers is not None:
-                self.sample_scorers.close()
+            finally:
+                if self.sample_scorers is not None:
+                    self.sample_scorers.close()
             self.models.policy.release()
             del trainer, self.models  # frees the other models' weights
             self.index += 1
@@ -435,6 +436,7 @@ def _freeze_objects() -> Iterator[None]:
     collection. A batch makes many objects, so that each step would search all of them: 0.1 s each
     time.
     """
+    gc.collect()  # garbage with reference cycles would stay, such as a stage's models
     gc.freeze()
     try:
         yield

@@ -36,6 +36,10 @@ def open_sample_scorers(
         renderer, scorer.reward, scorer.timeout, scorer.workers, scorer.variables
     )
     if reason is None:
+        sampling, machines = service.count_machines()
+        if 2 * sampling < machines:  # all machines together score sooner
+            reason = f"only {sampling} of the {machines} machines have processes that sample"
+    if reason is None:
         try:
             packed = settings.pack()
         except Exception as error:  # boundary: pickling runs code of the renderer and the reward

@@ -53,15 +53,17 @@ def grade(prompt, response, meta):
 """
 
 
-def start(folder: Path, graded: str = GRADED, *words: str, script: str = CASE, **changes):
-    """Start a run on two ranks, each the only one of its machine."""
+def start(
+    folder: Path, graded: str = GRADED, *words: str, script: str = CASE, world: int = 2, **changes
+):
+    """Start a run on ranks that are each the only one of its machine."""
     (folder / "graded.py").write_text(graded)
     lines = [line for line in RECIPE.splitlines() if line.partition(":")[0] not in changes]
     lines += [f"{name}: {value}" for name, value in changes.items()]
     (folder / "recipe.yaml").write_text("\n".join(lines) + "\n")
     options = {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     words = ("recipe.yaml", "--output-dir", "out", *words)
-    return shared_ranks().start(*words, cwd=folder, world=2, script=script, **options)
+    return shared_ranks().start(*words, cwd=folder, world=world, script=script, **options)
 
 
 def run(folder: Path, *arguments: str, **changes) -> tuple[str, Path]:
@@ -208,3 +210,13 @@ def test_what_ranks_cannot_score_is_scored_by_rank_0_with_a_reason(tmp_path):
     output, folder = run(tmp_path, batched, steps=1)
     assert output.count("it takes many answers at once") == 1
     assert not read_texts(folder, "sampled-0")
+
+
+@pytest.mark.slow
+def test_all_machines_score_if_few_of_them_sample(tmp_path):
+    options = {"rollout_mode": "async", "max_steps_off_policy": 1, "sampler_ranks": 1, "steps": 1}
+    launch = start(tmp_path, GRADED, world=3, **options)
+    assert launch.wait(300) == [0, 0, 0], launch.output()
+    reason = "only 1 of the 3 machines have processes that sample"
+    assert launch.output(0).count(reason) == 1
+    assert not read_texts(tmp_path / "out", "sampled-2")  # its rank has no scorer

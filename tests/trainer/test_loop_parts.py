@@ -1,7 +1,9 @@
 """Test the parts of a stage between the five steps, each in isolation."""
 
+import gc
 import json
 import signal
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,6 +20,7 @@ from rl.jsonl import read_jsonl
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.rollout.event_log import TickEvents
 from rl.trainer import evaluator, load_evaluation_opponents, stage_sampling
+from rl.trainer.execute import RunState
 from rl.trainer.saved_weights import SavedWeights
 from rl.trainer.stage_sampling import ReplayLog, StageContext
 from rl.trainer.trainer import Trainer, TrainingBatch
@@ -269,3 +272,30 @@ def test_held_out_answers_have_the_temperature_asked_for(asked, expected):
     context = bare_stage(settings=GrpoSettings(sampling=sampling)).stage_sampler.context
     temperatures = context.sampling_params.temperature, context.eval_params.temperature
     assert temperatures == (0.6, expected)
+
+
+def test_a_stage_keeps_no_garbage_and_closes_its_scorers_after_an_error(monkeypatch):
+    """A reference cycle, as of a stage's models, is freed before objects are frozen."""
+    cycles, closed = [], []
+
+    def create_trainer(*_):
+        cycle = Mock()
+        cycle.itself = cycle
+        cycles.append(weakref.ref(cycle))
+
+    def fail(trainer):
+        raise LookupError("garbage" if cycles[0]() else "free")
+
+    monkeypatch.setattr("rl.trainer.execute.train", fail)
+    run = SimpleNamespace(
+        finished=False,
+        create_trainer=create_trainer,
+        sample_scorers=SimpleNamespace(close=lambda: closed.append(True)),
+    )
+    gc.disable()
+    try:
+        with pytest.raises(LookupError, match="free"):
+            RunState.train_stages(run, None, None)
+    finally:
+        gc.enable()
+    assert closed == [True]
