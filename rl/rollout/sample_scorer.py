@@ -110,7 +110,7 @@ class SampleScorer:
                 sample.score = SampleScore(ended, beginning, score)
 
     def drop_pending(self) -> None:
-        """Forget the submitted samples that were not handed over, since sampling failed."""
+        """Remove the submitted samples that were not handed over, since sampling failed."""
         self._pending = []
 
     def _get_score(
