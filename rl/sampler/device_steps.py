@@ -85,7 +85,7 @@ class DeviceSteps:
         self._biases_copy: tuple[DecodeInputs | None, list[int]] = (None, [])
         self._skip = np.zeros(0, np.int64)  # positions of the device rows in shared blocks
         # block tables of the device rows; -1: unknown
-        self._tables: tuple[DecodeInputs | None, np.ndarray] = (None, np.zeros((0, 0)))
+        self._tables: tuple[DecodeInputs | None, np.ndarray] = (None, np.zeros((0, 0), np.int32))
 
     def remaining_tokens(self) -> np.ndarray:
         """Return the number of tokens that each row may still sample, [N]."""
@@ -143,26 +143,25 @@ class DeviceSteps:
         Returns None if the rows may change otherwise between the two chunks: a row has stop
         strings, blocks are short, or smaller buckets hold the rows or those with logits processing.
         """
-        runner, manager, device_rows = self.runner, self._state.block_manager, chunk.rows
+        runner, manager = self.runner, self._state.block_manager
         remaining = self.remaining_tokens() - chunk.count
         count = min(most, int(remaining.max(initial=0)))
+        if runner is None or count < 1 or self._rows["has_strings"].any():
+            return None
+        bucket, columns = runner.bucket_for(chunk.rows), chunk.columns
         if (
-            runner is None
-            or count < 1
-            or self._rows["has_strings"].any()
-            or runner.bucket_for(len(self._rows)) < runner.bucket_for(device_rows)
-            or self._find_processed_rows(device_rows, chunk.count)[1] < chunk.processed
+            runner.bucket_for(len(self._rows)) < bucket
+            or self._find_processed_rows(bucket, chunk.count)[1] < chunk.processed
         ):
             return None
         counts = np.clip(remaining, 0, count)
         if not manager.fits(counts):
             return None
-        # no block is copied: a row writes to blocks of its own since its first step
-        manager.append_positions(counts)
-        bucket, columns = runner.bucket_for(device_rows), chunk.columns
+        copies = manager.append_positions(counts)
+        assert not copies, "a row writes to blocks of its own since its first step"
         table = private_tables(manager.tables, self._skip[columns] // manager.block_size)
         self._upload_tables(runner.buffers, columns, table)
-        uniforms = np.zeros((count, device_rows))
+        uniforms = np.zeros((count, chunk.rows))
         uniforms[:, columns] = self._rows.uniforms_ahead(count, chunk.count)
         return self._run(runner, bucket, chunk.shared, chunk.processed, uniforms, columns)
 
@@ -244,15 +243,13 @@ class DeviceSteps:
             )
             b.table.narrow(1, 0, width).index_copy_(0, index, values)
 
-    def _find_processed_rows(
-        self, device_rows: int, ahead: int = 0
-    ) -> tuple[np.ndarray, ProcessedRows]:
+    def _find_processed_rows(self, bucket: int, ahead: int = 0) -> tuple[np.ndarray, ProcessedRows]:
         """Return the rows with logits processing after `ahead` more tokens of each row, [M], and
         their bucket.
         """
         truncates = find_truncated_rows(self._rows, self._state.decoder.vocab_size)
         index = np.flatnonzero(truncates | find_adjusted_rows(self._rows, ahead))
-        count = processed_bucket(len(index), device_rows)
+        count = processed_bucket(len(index), bucket)
         return index, ProcessedRows(count, bool(truncates.any()))
 
     def _upload_processing(self, b: DecodeInputs, bucket: int) -> ProcessedRows:

@@ -278,6 +278,19 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
     assert ahead > 20 and launched > ahead
 
 
+@pytest.mark.parametrize("processing", [{}, {"top_p": 0.9}, {"logit_bias": {4: 1.0}}])
+def test_rows_that_do_not_fill_a_bucket_are_launched_ahead_too(decoder, monkeypatch, processing):
+    """Three rows in a bucket of four, 33 tokens: the prefill samples 1, four launches 8 each."""
+    chunks, launch = [], DeviceSteps.launch_next
+    monkeypatch.setattr(
+        DeviceSteps, "launch_next", lambda *args: chunks.append(launch(*args)) or chunks[-1]
+    )
+    engine = multistep_engine(decoder)
+    engine.runs_ahead = True
+    run_requests(engine, [make_request([4, 9, 2], 3, max_tokens=33, **processing)])
+    assert [chunk is not None for chunk in chunks] == [True, True, True, False]
+
+
 SCENARIOS = ("full weights", "LoRA", "tight pool", "new weights", "logits processing")
 PROCESSING = (
     {"top_k": 5, "top_p": 0.9, "logit_bias": {4: 3.0, 0: -2.0}},
