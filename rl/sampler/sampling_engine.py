@@ -220,8 +220,9 @@ class Engine(Scheduler):
                 for done in self.step():
                     on_finish(done)
                     finished.append(done)
-        finally:  # a chunk that is still in flight has no rows left
-            self._runs_to_end, self._in_flight = False, None
+        finally:
+            self._runs_to_end = False
+            self._drop_in_flight()
         return [done.result() for done in sorted(finished, key=lambda done: done.request_id)]
 
     # ---------------------------------------------------------------------------------------- steps
@@ -448,8 +449,16 @@ class Engine(Scheduler):
         try:
             return self._process_steps(chunk.columns, *chunk.read())
         except BaseException:
-            self._in_flight = None  # it continues rows whose tokens this chunk did not record
+            self._drop_in_flight()  # it continues rows whose tokens this chunk did not record
             raise
+
+    def _drop_in_flight(self) -> None:
+        """Drop the chunk in flight, if there is one, and all positions without recorded tokens."""
+        chunk, self._in_flight = self._in_flight, None
+        if chunk is not None and len(self._rows):
+            assert self._blocks is not None
+            chunk.read()  # until then the device writes to the blocks of these positions
+            self._blocks.drop_positions(self._blocks.rows["length"] - self._state.lengths())
 
     def _process_steps(
         self,
@@ -539,6 +548,7 @@ class Engine(Scheduler):
                 self._rows.release(row.fields)
         self._preempted = [row for row in self._preempted if row.age[0] != request_id]
         if self._running.pop(request_id, None) is not None:
+            self._drop_in_flight()  # on the device these rows would write to their blocks again
             self._remove_rows(self._rows["request_id"] == request_id)
 
     def partial_samples(
