@@ -295,7 +295,8 @@ def make_two_lengths() -> list[SamplingRequest]:
     """Return requests that end in the fifth and in the eighth chunk of 8 steps."""
     sizes = zip(random_prompts([5, 9]), (40, 60), strict=True)
     return [
-        make_request(prompt, 3, max_tokens=size, problem=i) for i, (prompt, size) in enumerate(sizes)
+        make_request(prompt, 3, max_tokens=size, problem=i)
+        for i, (prompt, size) in enumerate(sizes)
     ]
 
 
@@ -322,8 +323,7 @@ def test_a_run_that_was_interrupted_continues_with_the_same_samples(decoder):
 
 
 def test_a_request_is_cancelled_while_a_chunk_is_in_flight(decoder):
-    """Its rows have left the device when the next chunk is launched: other rows take their blocks.
-    """
+    """Its rows have left the device when the next chunk is launched: other rows take their blocks."""
     requests = make_two_lengths()
     expected = run_requests(Engine(decoder), requests)
     engine = multistep_engine(decoder, page=4)
