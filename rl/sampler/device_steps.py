@@ -224,7 +224,8 @@ class DeviceSteps:
             "remaining": remaining,
             "stop_row": rows["stop_row"],
             "greedy": greedy,
-            "temperature": _pad_to(np.where(greedy, 1.0, rows["temperature"]), bucket, 1.0),
+            # the whole line of `packed`: a larger bucket divides by them too
+            "temperature": _pad_to(np.where(greedy, 1.0, rows["temperature"]), 2 * bucket, 1.0),
             **split,
         }
         upload(b.packed, b.pack(bucket, inputs))

@@ -436,6 +436,14 @@ def test_rows_with_more_biases_than_the_buffers_hold_run_on_the_host(count, monk
     assert bool(decodes) == (count > MAX_BIASES)
 
 
+def test_temperatures_of_rows_beyond_a_bucket_stay_above_zero(decoder):
+    """A later capture of a larger bucket divides by them."""
+    engine = multistep_engine(decoder)
+    run_requests(engine, [make_request([4, 9, 2], 2, max_tokens=6, temperature=0.5)])
+    temperature = engine._device_steps.runner.buffers.temperature
+    assert temperature[:2].tolist() == [0.5, 0.5] and (temperature[2:] == 1).all()
+
+
 @pytest.fixture
 def late_device(monkeypatch):
     """Simulate a device whose launched steps run only when the host waits for them. Return the
