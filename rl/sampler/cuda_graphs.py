@@ -79,7 +79,8 @@ class DecodeInputs:
 
     By row with logits processing: its `processed_row`, with repeated rows up to a bucket, its
     `limits` (`find_limits`), whether its logprob is `untruncated`, its set of `biases` of
-    `bias_tokens` (zeros after the last), and the `stop_limit`: while more tokens remain, it may not
+    `bias_tokens` (after the last, biases of 0 for different tokens: many additions to one address
+    are slow), and the `stop_limit`: while more tokens remain, it may not
     sample its stop ids.
     """
 
@@ -124,7 +125,7 @@ class DecodeInputs:
         device: torch.device,
         choices: int = 0,
     ) -> DecodeInputs:
-        """Allocate the buffers: zeros, and temperature 1. `choices`: recorded experts per token.
+        """Allocate the buffers: zeros, temperature 1 and biases of 0. `choices`: recorded experts per token.
 
         Dimensions: R rows, G groups, + groups and 1 more, B blocks of a table, S steps, C stop
         conditions, V vocabulary, K choices, L parameters that truncate, T sets of biases (of each
@@ -146,6 +147,7 @@ class DecodeInputs:
         for line, name in zip(buffers["packed"].unbind(), packed, strict=True):
             buffers[name] = line.view(buffers[name].dtype).narrow(0, 0, len(buffers[name]))
         buffers["temperature"].fill_(1.0)
+        buffers["bias_tokens"].copy_(torch.arange(sizes["E"], device=device))
         return cls(**buffers)
 
     @staticmethod
@@ -348,9 +350,9 @@ def _count_rows_at_once(vocab: int) -> int:
 
 def count_processing_bytes(rows: int, vocab: int) -> int:
     """Return the most bytes of temporaries of a graph with logits processing of up to `rows`
-    rows.
+    rows, which are as many as its bucket.
     """
-    return _BYTES_PER_LOGIT * min(rows, _count_rows_at_once(vocab)) * vocab
+    return _BYTES_PER_LOGIT * min(row_buckets(rows)[-1], _count_rows_at_once(vocab)) * vocab
 
 
 def processed_bucket(count: int, rows: int) -> int:
