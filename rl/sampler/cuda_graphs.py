@@ -125,7 +125,7 @@ class DecodeInputs:
         device: torch.device,
         choices: int = 0,
     ) -> DecodeInputs:
-        """Allocate the buffers: zeros, temperature 1 and biases of 0. `choices`: recorded experts per token.
+        """Allocate the buffers: zeros, and temperature 1. `choices`: recorded experts per token.
 
         Dimensions: R rows, G groups, + groups and 1 more, B blocks of a table, S steps, C stop
         conditions, V vocabulary, K choices, L parameters that truncate, T sets of biases (of each
@@ -147,7 +147,6 @@ class DecodeInputs:
         for line, name in zip(buffers["packed"].unbind(), packed, strict=True):
             buffers[name] = line.view(buffers[name].dtype).narrow(0, 0, len(buffers[name]))
         buffers["temperature"].fill_(1.0)
-        buffers["bias_tokens"].copy_(torch.arange(sizes["E"], device=device))
         return cls(**buffers)
 
     @staticmethod

@@ -282,10 +282,8 @@ class DeviceSteps:
         requests = owners.tolist()
         if self._biases_copy[0] is not b or self._biases_copy[1] != requests:
             shape = len(requests), b.biases.shape[1]
-            tokens, biases = (
-                np.tile(np.arange(shape[1]), (shape[0], 1)),
-                np.zeros(shape, np.float32),
-            )
+            tokens = np.tile(np.arange(shape[1]), (shape[0], 1))
+            biases = np.zeros(shape, np.float32)
             for i, request_id in enumerate(requests[1:], 1):
                 logit_bias = self._groups[request_id].request.params.logit_bias or {}
                 tokens[i, : len(logit_bias)] = list(logit_bias)
