@@ -19,8 +19,8 @@ from torch import Tensor
 from rl.sampler.block_tables import private_tables, split_block_tables
 from rl.sampler.cuda_graphs import (
     CUDAGraphRunner,
-    DecodeInputs,
     ProcessedRows,
+    StepBuffers,
     processed_bucket,
 )
 from rl.sampler.decode_state import send_to_device
@@ -80,12 +80,12 @@ class DeviceSteps:
         self.num_syncs = 0
         self.runner: CUDAGraphRunner | None = None  # of the last steps
         # step buffers that hold the stop table, and the table that they hold
-        self._stop_table_copy: tuple[DecodeInputs | None, np.ndarray | None] = (None, None)
+        self._stop_table_copy: tuple[StepBuffers | None, np.ndarray | None] = (None, None)
         # step buffers that hold biases, and the requests of their sets
-        self._biases_copy: tuple[DecodeInputs | None, list[int]] = (None, [])
+        self._biases_copy: tuple[StepBuffers | None, list[int]] = (None, [])
         self._skip = np.zeros(0, np.int64)  # positions of the device rows in shared blocks
         # block tables of the device rows; -1: unknown
-        self._tables: tuple[DecodeInputs | None, np.ndarray] = (None, np.zeros((0, 0), np.int32))
+        self._tables: tuple[StepBuffers | None, np.ndarray] = (None, np.zeros((0, 0), np.int32))
 
     def remaining_tokens(self) -> np.ndarray:
         """Return the number of tokens that each row may still sample, [N]."""
@@ -165,6 +165,15 @@ class DeviceSteps:
         uniforms[:, columns] = self._rows.uniforms_ahead(count, chunk.count)
         return self._run(runner, bucket, chunk.shared, chunk.processed, uniforms, columns)
 
+    def drop(self, chunk: Chunk | None) -> None:
+        """Wait for a chunk, if there is one, and drop all positions without recorded tokens. Until
+        then the device writes to their blocks.
+        """
+        if chunk is not None and len(self._rows):
+            chunk.read()
+            manager = self._state.block_manager
+            manager.drop_positions(manager.rows["length"] - self._state.lengths())
+
     def _start_copy(
         self, count: int, rows: int, shared: bool, processed: ProcessedRows, columns: np.ndarray
     ) -> Chunk:
@@ -201,7 +210,7 @@ class DeviceSteps:
 
     def _upload_rows(
         self,
-        b: DecodeInputs,
+        b: StepBuffers,
         bucket: int,
         remaining: np.ndarray,
         written: np.ndarray,
@@ -230,7 +239,7 @@ class DeviceSteps:
         }
         upload(b.packed, b.pack(bucket, inputs))
 
-    def _upload_tables(self, b: DecodeInputs, rows: np.ndarray, tables: np.ndarray) -> None:
+    def _upload_tables(self, b: StepBuffers, rows: np.ndarray, tables: np.ndarray) -> None:
         """Copy the private block tables of these device rows that have changed to the device."""
         if self._tables[0] is not b:
             self._tables = (b, np.full(tuple(b.table.shape), -1, np.int32))
@@ -253,7 +262,7 @@ class DeviceSteps:
         count = processed_bucket(len(index), bucket)
         return index, ProcessedRows(count, bool(truncates.any()))
 
-    def _upload_processing(self, b: DecodeInputs, bucket: int) -> ProcessedRows:
+    def _upload_processing(self, b: StepBuffers, bucket: int) -> ProcessedRows:
         """Copy the settings of the rows with logits processing to the device; return their
         bucket.
         """
@@ -272,7 +281,7 @@ class DeviceSteps:
             upload(getattr(b, name), values)
         return processed
 
-    def _upload_biases(self, b: DecodeInputs, index: np.ndarray) -> np.ndarray:
+    def _upload_biases(self, b: StepBuffers, index: np.ndarray) -> np.ndarray:
         """Copy the biases of the requests of the rows `index` [M] to the device, unless it holds
         them; return the set of each row [M]. The first set has no biases.
         """

@@ -453,12 +453,10 @@ class Engine(Scheduler):
             raise
 
     def _drop_in_flight(self) -> None:
-        """Drop the chunk in flight, if there is one, and all positions without recorded tokens."""
+        """Drop the chunk in flight, if there is one: its tokens are sampled again."""
         chunk, self._in_flight = self._in_flight, None
-        if chunk is not None and len(self._rows):
-            assert self._blocks is not None
-            chunk.read()  # until then the device writes to the blocks of these positions
-            self._blocks.drop_positions(self._blocks.rows["length"] - self._state.lengths())
+        if self._device_steps:
+            self._device_steps.drop(chunk)
 
     def _process_steps(
         self,
@@ -485,18 +483,6 @@ class Engine(Scheduler):
         if self._in_flight is not None:
             self._in_flight.columns = columns[compact_slots(~ended)]
         return self._append_tokens(tokens_SN, logprobs_SN, counts, ended, stopped)
-
-    def _plan_graphs(self) -> tuple[int, bool]:
-        """Return the most rows that the present requests can run at once, and whether some of the
-        waiting ones may share blocks.
-        """
-        waiting = sum(group.request.num_samples - group.num_admitted for group in self._waiting)
-        rows = len(self._rows) + len(self._preempted) + waiting
-        may_share = any(
-            group.request.num_samples > 1 and len(group.key[0]) >= self._state.block_size
-            for group in self._waiting
-        )
-        return min(rows, self.max_rows), may_share
 
     # ---------------------------------------------------------------------------- between two steps
 
