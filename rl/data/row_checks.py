@@ -169,7 +169,8 @@ class RowCheck:
     def _must_fit(self, problem: Problem, answers: Sequence[str]) -> bool:
         """Return whether the row fits the context by its bytes alone."""
         size = _TEMPLATE + sum(len(str(m.get("content") or "").encode()) for m in problem.messages)
-        limit, _ = self._find_limit(0 if self.sampled else None)
+        lengths = [0, size] if self.sampled else [None]  # the least and the most of the prompt
+        limit = min(self._find_limit(length)[0] for length in lengths)
         return size + self.sampled + sum(len(answer.encode()) for answer in answers) <= limit
 
     def _measure_prompt(self, problem: Problem, where: str) -> int:

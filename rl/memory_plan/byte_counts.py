@@ -208,8 +208,8 @@ def sampler_working_bytes(shape: ModelShape, launch: LaunchShape, work: StepWork
     Sampling holds fp32 [rows, V] four times (logits, divided by temperature, exp, padded to blocks)
     and [prompts, V] of last logits. Attention over shared prompts holds its scores in parts,
     complete, and as probabilities. A tensor-parallel rank has its heads and columns of a layer, and
-    all logits. The memory pool of CUDA graphs is separate: most of it are the temporaries of rows
-    with logits processing.
+    all logits. The memory pool of CUDA graphs is separate: it holds mostly the temporaries of
+    rows with logits processing.
     """
     size = launch.compute_bytes
     tokens = min(PREFILL_TOKENS, work.prompts * work.prompt)

@@ -63,11 +63,10 @@ from rl.models import (
     unwrap_model,
 )
 from rl.sampler import (
-    UnsupportedModel,
     cast_frozen_,
-    check_supported,
     count_unsharded_parameters,
     find_mlp_divisor,
+    is_supported,
     iter_frozen_matrices,
 )
 from rl.types import LoraConfig
@@ -135,7 +134,7 @@ class ModelSkeleton:
         self._arguments = base_model, tokenizer, lora
         with torch.device("meta"):
             loaded = load_skeleton(base_model, tokenizer=tokenizer)
-            described, fast = describe_layers(loaded.model), _is_fast(loaded.model)
+            described, fast = describe_layers(loaded.model), is_supported(loaded.model)
             share = None if lora is None else compute_unadapted_share(loaded.model, lora)
             layers = find_layer_list(loaded.model)
             depth, period, before = find_layer_period(loaded.model) or (0, 1, 0)
@@ -348,15 +347,6 @@ def _copy_to_fake_cpu(model: Any, dtype: torch.dtype) -> Any:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
     return copy.deepcopy(model, memo)
-
-
-def _is_fast(model: Any) -> bool:
-    """Return whether the sampler's fast decoder supports the model."""
-    try:
-        check_supported(unwrap_model(model))
-    except UnsupportedModel:
-        return False
-    return True
 
 
 def _count_parameters(model: Any, fast: bool) -> dict[str, int]:

@@ -44,6 +44,7 @@ from rl.sampler import (
     SamplingRequest,
     disable_cudnn_attention,
     find_rope_switch,
+    is_supported,
     make_base_decoder,
     make_decoder,
     score_sequences,
@@ -281,6 +282,8 @@ class SamplingWorker:
         unit = BLOCK_SIZE if may_page else 1
         return {
             "kv_cache_tokens": settings.kv_cache_tokens // unit * unit,
+            # the generic decoder stores a prompt, and a copy for each row
+            "copies_prompts": settings.kind == "hf" or not is_supported(loaded.model),
             "length_switch": find_rope_switch(loaded.model),
         }
 

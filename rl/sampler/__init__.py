@@ -19,10 +19,9 @@ from rl.sampler.decoder_factory import (
 )
 from rl.sampler.decoder_fast import (
     MultiAdapterDecoder,
-    check_supported,
     count_unsharded_parameters,
+    is_supported,
 )
-from rl.sampler.decoder_weights import UnsupportedModel
 from rl.sampler.engine_selection import make_engine
 from rl.sampler.kv_cache_pool import IdleKVCachePool
 from rl.sampler.paged_state import BLOCK_SIZE
@@ -53,9 +52,8 @@ __all__ = [
     "StopStringMatcher",
     "build_stop_condition",
     "check_params",
-    "UnsupportedModel",
     "check_shard_counts",
-    "check_supported",
+    "is_supported",
     "iter_frozen_matrices",
     "count_processing_bytes",
     "count_unsharded_parameters",

@@ -61,12 +61,12 @@ NO_PROCESSING = ProcessedRows()
 
 
 def _buffer(dims: str, dtype: torch.dtype = torch.int64) -> Any:
-    """Describe a buffer: its dimensions, as `DecodeInputs.allocate` names them, and its dtype."""
+    """Describe a buffer: its dimensions, as `StepBuffers.allocate` names them, and its dtype."""
     return field(metadata={"dims": dims, "dtype": dtype})
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeInputs:
+class StepBuffers:
     """Hold the inputs and outputs of a step, for the largest number of rows; `allocate` sets the
     sizes.
 
@@ -79,7 +79,8 @@ class DecodeInputs:
 
     By row with logits processing: its `processed_row`, with repeated rows up to a bucket, its
     `limits` (`find_limits`), whether its logprob is `untruncated`, its set of `biases` of
-    `bias_tokens` (zeros after the last), and the `stop_limit`: while more tokens remain, it may not
+    `bias_tokens` (after the last, biases of 0 for different tokens: many additions to one address
+    are slow), and the `stop_limit`: while more tokens remain, it may not
     sample its stop ids.
     """
 
@@ -123,7 +124,7 @@ class DecodeInputs:
         vocab: int,
         device: torch.device,
         choices: int = 0,
-    ) -> DecodeInputs:
+    ) -> StepBuffers:
         """Allocate the buffers: zeros, and temperature 1. `choices`: recorded experts per token.
 
         Dimensions: R rows, G groups, + groups and 1 more, B blocks of a table, S steps, C stop
@@ -160,7 +161,7 @@ class DecodeInputs:
                 line.view(dtype)[: len(values[name])] = values[name]
         return packed
 
-    def first_rows(self, rows: int) -> DecodeInputs:
+    def first_rows(self, rows: int) -> StepBuffers:
         """Return views of the first `rows` rows.
 
         `narrow` is used because Python's indexing queries the device even of fake tensors.
@@ -173,15 +174,15 @@ class DecodeInputs:
                 if name in counts:
                     view = view.narrow(dim, 0, counts[name])
             views[buffer.name] = view
-        return DecodeInputs(**views)
+        return StepBuffers(**views)
 
 
 @cache
 def _find_packed_buffers() -> dict[str, np.dtype]:
-    """Return the numpy dtype of each buffer of `DecodeInputs.packed`, in order."""
+    """Return the numpy dtype of each buffer of `StepBuffers.packed`, in order."""
     return {
         buffer.name: np.dtype(str(buffer.metadata["dtype"]).removeprefix("torch."))
-        for buffer in fields(DecodeInputs)
+        for buffer in fields(StepBuffers)
         if buffer.metadata["dims"] in ("R", "G", "+")
     }
 
@@ -190,7 +191,7 @@ def decode_step(
     model: FastForward,
     kv: list[Tensor],
     ropes: Tensor,
-    buffers: DecodeInputs,
+    buffers: StepBuffers,
     rows: int,
     width: int,
     shared: bool,
@@ -252,7 +253,7 @@ _DEVICE_OPS = ForwardOps(
 )
 
 
-def _locate_cache_entries(b: DecodeInputs, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _locate_cache_entries(b: StepBuffers, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the block [R] and the place in it [R] of each row's new key and value, and the number
     of positions that the row reads [R]. A finished row writes to the unused last block and reads
     one position.
@@ -270,7 +271,7 @@ def _locate_cache_entries(b: DecodeInputs, kv: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _record_tokens(
-    b: DecodeInputs, token: Tensor, logprob: Tensor, choices: list[Tensor] | None
+    b: StepBuffers, token: Tensor, logprob: Tensor, choices: list[Tensor] | None
 ) -> None:
     """Store the sampled tokens [R] and logprobs [R] of the rows that have not finished, and advance
     these rows by one position. `choices`: the experts [R, K] of each layer, if recorded.
@@ -304,7 +305,7 @@ def _sample_processed(
     model: FastForward,
     hidden: Tensor,
     uniform: Tensor,
-    b: DecodeInputs,
+    b: StepBuffers,
     first: int,
     part: ProcessedRows,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -329,10 +330,10 @@ def _sample_processed(
 
 
 def _adjust_logits(
-    logits: Tensor, b: DecodeInputs, index: Tensor, bias_set: Tensor, stop_limit: Tensor
+    logits: Tensor, b: StepBuffers, index: Tensor, bias_set: Tensor, stop_limit: Tensor
 ) -> Tensor:
     """Return the logits [M, V] of the rows `index` [M] with biases, and -inf for stop ids in rows
-    that may not stop yet. `bias_set`, `stop_limit` [M]: see `DecodeInputs`.
+    that may not stop yet. `bias_set`, `stop_limit` [M]: see `StepBuffers`.
     """
     tokens, biases = b.bias_tokens.index_select(0, bias_set), b.biases.index_select(0, bias_set)
     is_early = b.remaining.index_select(0, index) > stop_limit
@@ -348,9 +349,9 @@ def _count_rows_at_once(vocab: int) -> int:
 
 def count_processing_bytes(rows: int, vocab: int) -> int:
     """Return the most bytes of temporaries of a graph with logits processing of up to `rows`
-    rows.
+    rows, which are as many as its bucket.
     """
-    return _BYTES_PER_LOGIT * min(rows, _count_rows_at_once(vocab)) * vocab
+    return _BYTES_PER_LOGIT * min(row_buckets(rows)[-1], _count_rows_at_once(vocab)) * vocab
 
 
 def processed_bucket(count: int, rows: int) -> int:
@@ -399,7 +400,7 @@ class CUDAGraphRunner:
     referenced.
     """
 
-    def __init__(self, model: FastForward, kv: list[Tensor], buffers: DecodeInputs, max_rows: int):
+    def __init__(self, model: FastForward, kv: list[Tensor], buffers: StepBuffers, max_rows: int):
         self._model, self.kv, self.buffers = ref(model), kv, buffers
         self.buckets = row_buckets(max_rows)
         self.max_blocks = buffers.table.shape[1]

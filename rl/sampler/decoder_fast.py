@@ -74,7 +74,7 @@ class FastDecoder(FastForward, Decoder):
         cover the model, UserError if the ranks cannot split the model evenly.
         """
         plain = unwrap_model(model)
-        check_supported(plain)
+        _check_supported(plain)
         if tp_group is not None:
             if len(LAYER_SPECS[type(plain).__name__].qkv) == 1:
                 raise UnsupportedModel("fused projections that several ranks split")
@@ -208,7 +208,16 @@ class MultiAdapterDecoder(FastDecoder):
 # ---------------------------------------------------------------------------------- reading a model
 
 
-def check_supported(base: Any) -> None:
+def is_supported(model: Any) -> bool:
+    """Return whether this decoder supports the model, as far as its architecture tells."""
+    try:
+        _check_supported(unwrap_model(model))
+    except UnsupportedModel:
+        return False
+    return True
+
+
+def _check_supported(base: Any) -> None:
     """Raise `UnsupportedModel` unless the tests cover the architecture and the features of the
     model.
     """
@@ -243,7 +252,7 @@ def count_unsharded_parameters(model: Any) -> tuple[int, int]:
     """Return (numbers of the base weights, numbers of the adapters) that every rank holds
     completely.
 
-    The model passes `check_supported`. No weight is read.
+    The model passes `is_supported`. No weight is read.
     """
     plain = unwrap_model(model)
     planned: Any = SimpleNamespace(rank=0, size=2)  # a group without communication

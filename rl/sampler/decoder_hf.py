@@ -38,12 +38,14 @@ class HFDecoder(HFForward, Decoder):
                 requires_grad=False,
             )
             for p in model.parameters()
+            if type(p) is nn.Parameter
         }
+        model_copy = copy.deepcopy(model, memo).to(device=device)
+        for p, copied in zip(model.parameters(), model_copy.parameters(), strict=True):
+            if dtype is not None and id(p) in cast:  # parameters of a subclass; no-op for others
+                copied.data = copied.data.to(dtype)
         named = model.named_parameters(remove_duplicate=False)
-        self._init_from(
-            copy.deepcopy(model, memo).to(device=device),
-            {name for name, p in named if p.requires_grad},
-        )
+        self._init_from(model_copy, {name for name, p in named if p.requires_grad})
 
     @classmethod
     def sharing_weights_of(cls, model: Any) -> HFDecoder:
@@ -117,12 +119,12 @@ class HFDecoder(HFForward, Decoder):
             kinds = [(b, bool(prompt.images)) for b, prompt in zip(beyond, prompts, strict=True)]
             batches = batch_prompts(lengths, max_tokens, kinds)
         for members in ([prompts[i] for i in batch] for batch in batches):
-            sliced = self.slice_next_logits(members)
-            logits = self.plain_forward(
-                [prompt.tokens for prompt in members],
-                last_only=False,
-                images=[prompt.images for prompt in members],
-            )
+            with self.slice_logits(members) as sliced:
+                logits = self.plain_forward(
+                    [prompt.tokens for prompt in members],
+                    last_only=False,
+                    images=[prompt.images for prompt in members],
+                )
             for row, prompt in enumerate(members):
                 if prompt.reader is not None and not sliced:
                     prompt.reader(0, logits[row, : len(prompt.tokens)])

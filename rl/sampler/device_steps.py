@@ -19,8 +19,8 @@ from torch import Tensor
 from rl.sampler.block_tables import private_tables, split_block_tables
 from rl.sampler.cuda_graphs import (
     CUDAGraphRunner,
-    DecodeInputs,
     ProcessedRows,
+    StepBuffers,
     processed_bucket,
 )
 from rl.sampler.decode_state import send_to_device
@@ -80,12 +80,12 @@ class DeviceSteps:
         self.num_syncs = 0
         self.runner: CUDAGraphRunner | None = None  # of the last steps
         # step buffers that hold the stop table, and the table that they hold
-        self._stop_table_copy: tuple[DecodeInputs | None, np.ndarray | None] = (None, None)
+        self._stop_table_copy: tuple[StepBuffers | None, np.ndarray | None] = (None, None)
         # step buffers that hold biases, and the requests of their sets
-        self._biases_copy: tuple[DecodeInputs | None, list[int]] = (None, [])
+        self._biases_copy: tuple[StepBuffers | None, list[int]] = (None, [])
         self._skip = np.zeros(0, np.int64)  # positions of the device rows in shared blocks
         # block tables of the device rows; -1: unknown
-        self._tables: tuple[DecodeInputs | None, np.ndarray] = (None, np.zeros((0, 0)))
+        self._tables: tuple[StepBuffers | None, np.ndarray] = (None, np.zeros((0, 0), np.int32))
 
     def remaining_tokens(self) -> np.ndarray:
         """Return the number of tokens that each row may still sample, [N]."""
@@ -143,28 +143,36 @@ class DeviceSteps:
         Returns None if the rows may change otherwise between the two chunks: a row has stop
         strings, blocks are short, or smaller buckets hold the rows or those with logits processing.
         """
-        runner, manager, device_rows = self.runner, self._state.block_manager, chunk.rows
+        runner, manager = self.runner, self._state.block_manager
         remaining = self.remaining_tokens() - chunk.count
         count = min(most, int(remaining.max(initial=0)))
+        if runner is None or count < 1 or self._rows["has_strings"].any():
+            return None
+        bucket, columns = runner.bucket_for(chunk.rows), chunk.columns
         if (
-            runner is None
-            or count < 1
-            or self._rows["has_strings"].any()
-            or runner.bucket_for(len(self._rows)) < runner.bucket_for(device_rows)
-            or self._find_processed_rows(device_rows, chunk.count)[1] < chunk.processed
+            runner.bucket_for(len(self._rows)) < bucket
+            or self._find_processed_rows(bucket, chunk.count)[1] < chunk.processed
         ):
             return None
         counts = np.clip(remaining, 0, count)
         if not manager.fits(counts):
             return None
-        # no block is copied: a row writes to blocks of its own since its first step
-        manager.append_positions(counts)
-        bucket, columns = runner.bucket_for(device_rows), chunk.columns
+        copies = manager.append_positions(counts)
+        assert not copies, "a row writes to blocks of its own since its first step"
         table = private_tables(manager.tables, self._skip[columns] // manager.block_size)
         self._upload_tables(runner.buffers, columns, table)
-        uniforms = np.zeros((count, device_rows))
+        uniforms = np.zeros((count, chunk.rows))
         uniforms[:, columns] = self._rows.uniforms_ahead(count, chunk.count)
         return self._run(runner, bucket, chunk.shared, chunk.processed, uniforms, columns)
+
+    def drop(self, chunk: Chunk | None) -> None:
+        """Wait for a chunk, if there is one, and drop all positions without recorded tokens. Until
+        then the device writes to their blocks.
+        """
+        if chunk is not None and len(self._rows):
+            chunk.read()
+            manager = self._state.block_manager
+            manager.drop_positions(manager.rows["length"] - self._state.lengths())
 
     def _start_copy(
         self, count: int, rows: int, shared: bool, processed: ProcessedRows, columns: np.ndarray
@@ -202,7 +210,7 @@ class DeviceSteps:
 
     def _upload_rows(
         self,
-        b: DecodeInputs,
+        b: StepBuffers,
         bucket: int,
         remaining: np.ndarray,
         written: np.ndarray,
@@ -225,12 +233,13 @@ class DeviceSteps:
             "remaining": remaining,
             "stop_row": rows["stop_row"],
             "greedy": greedy,
-            "temperature": _pad_to(np.where(greedy, 1.0, rows["temperature"]), bucket, 1.0),
+            # the whole line of `packed`: a larger bucket divides by them too
+            "temperature": _pad_to(np.where(greedy, 1.0, rows["temperature"]), 2 * bucket, 1.0),
             **split,
         }
         upload(b.packed, b.pack(bucket, inputs))
 
-    def _upload_tables(self, b: DecodeInputs, rows: np.ndarray, tables: np.ndarray) -> None:
+    def _upload_tables(self, b: StepBuffers, rows: np.ndarray, tables: np.ndarray) -> None:
         """Copy the private block tables of these device rows that have changed to the device."""
         if self._tables[0] is not b:
             self._tables = (b, np.full(tuple(b.table.shape), -1, np.int32))
@@ -244,18 +253,16 @@ class DeviceSteps:
             )
             b.table.narrow(1, 0, width).index_copy_(0, index, values)
 
-    def _find_processed_rows(
-        self, device_rows: int, ahead: int = 0
-    ) -> tuple[np.ndarray, ProcessedRows]:
+    def _find_processed_rows(self, bucket: int, ahead: int = 0) -> tuple[np.ndarray, ProcessedRows]:
         """Return the rows with logits processing after `ahead` more tokens of each row, [M], and
         their bucket.
         """
         truncates = find_truncated_rows(self._rows, self._state.decoder.vocab_size)
         index = np.flatnonzero(truncates | find_adjusted_rows(self._rows, ahead))
-        count = processed_bucket(len(index), device_rows)
+        count = processed_bucket(len(index), bucket)
         return index, ProcessedRows(count, bool(truncates.any()))
 
-    def _upload_processing(self, b: DecodeInputs, bucket: int) -> ProcessedRows:
+    def _upload_processing(self, b: StepBuffers, bucket: int) -> ProcessedRows:
         """Copy the settings of the rows with logits processing to the device; return their
         bucket.
         """
@@ -274,7 +281,7 @@ class DeviceSteps:
             upload(getattr(b, name), values)
         return processed
 
-    def _upload_biases(self, b: DecodeInputs, index: np.ndarray) -> np.ndarray:
+    def _upload_biases(self, b: StepBuffers, index: np.ndarray) -> np.ndarray:
         """Copy the biases of the requests of the rows `index` [M] to the device, unless it holds
         them; return the set of each row [M]. The first set has no biases.
         """
@@ -284,7 +291,8 @@ class DeviceSteps:
         requests = owners.tolist()
         if self._biases_copy[0] is not b or self._biases_copy[1] != requests:
             shape = len(requests), b.biases.shape[1]
-            tokens, biases = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+            tokens = np.tile(np.arange(shape[1]), (shape[0], 1))
+            biases = np.zeros(shape, np.float32)
             for i, request_id in enumerate(requests[1:], 1):
                 logit_bias = self._groups[request_id].request.params.logit_bias or {}
                 tokens[i, : len(logit_bias)] = list(logit_bias)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -143,8 +143,10 @@ class HFForward:
             self.experts = record().flatten(1).unflatten(0, ids.shape).cpu().numpy()
         return logits[:, -1:] if last_only else logits
 
-    def slice_next_logits(self, prompts: Sequence[Prompt]) -> bool:
-        """Return whether the next forward, of these prompts, passes the logits to their reader.
+    @contextlib.contextmanager
+    def slice_logits(self, prompts: Sequence[Prompt]) -> Iterator[bool]:
+        """Yield whether the next forward in the context, of these prompts, passes the logits to
+        their reader.
 
         This is so for a single long prompt: its logits are computed in slices.
         """
@@ -152,7 +154,10 @@ class HFForward:
         is_long = len(prompt.tokens) > self.max_batch_tokens(reads_all=True)
         sliced = is_long and prompt.reader is not None and self._can_slice
         self._long_reader = prompt.reader if sliced else None
-        return sliced
+        try:
+            yield sliced
+        finally:  # also if the forward failed before it took the reader
+            self._long_reader = None
 
     @cached_property
     def _can_slice(self) -> bool:

@@ -43,12 +43,12 @@ class HFState(DecodeState):
         max_tokens = self.decoder.max_batch_tokens(any(prompt.reader for prompt in prompts))
         for indices in self._batch_prompts(prompts, max_tokens):
             members = [prompts[i] for i in indices]
-            sliced = self.decoder.slice_next_logits(members)
-            logits, cache = self._forward_prompts(
-                [prompt.tokens for prompt in members],
-                [prompt.images for prompt in members],
-                not any(prompt.reader for prompt in members),
-            )
+            with self.decoder.slice_logits(members) as sliced:
+                logits, cache = self._forward_prompts(
+                    [prompt.tokens for prompt in members],
+                    [prompt.images for prompt in members],
+                    not any(prompt.reader for prompt in members),
+                )
             for row, (i, prompt) in enumerate(zip(indices, members, strict=True)):
                 length = len(prompt.tokens)
                 last[i] = logits[row, -1].float()

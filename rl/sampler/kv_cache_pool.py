@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from rl.sampler.cuda_graphs import CUDAGraphRunner, DecodeInputs, row_buckets
+from rl.sampler.cuda_graphs import CUDAGraphRunner, StepBuffers, row_buckets
 from rl.sampler.forward_fast import FastForward
 
 _INITIAL_STOP_CONDITIONS = 16  # initial number of stop conditions
@@ -42,7 +42,7 @@ class KVCachePool:
             torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers
         ]
         self.kept_during_learning = False  # the pool was kept while a learner ran
-        self._buffers: DecodeInputs | None = None
+        self._buffers: StepBuffers | None = None
         self._sizes: tuple[int, ...] = ()  # of the buffers
         self._steps: WeakKeyDictionary[FastForward, CUDAGraphRunner] = WeakKeyDictionary()
 
@@ -84,7 +84,7 @@ class KVCachePool:
             while room < conditions:
                 room *= 2
             self._steps.clear()
-            b = DecodeInputs.allocate(
+            b = StepBuffers.allocate(
                 rows, table_width, steps_per_sync, room, vocab, decoder.device, choices
             )
             self._buffers, self._sizes = b, sizes

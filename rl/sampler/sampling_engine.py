@@ -220,8 +220,9 @@ class Engine(Scheduler):
                 for done in self.step():
                     on_finish(done)
                     finished.append(done)
-        finally:  # a chunk that is still in flight has no rows left
-            self._runs_to_end, self._in_flight = False, None
+        finally:
+            self._runs_to_end = False
+            self._drop_in_flight()
         return [done.result() for done in sorted(finished, key=lambda done: done.request_id)]
 
     # ---------------------------------------------------------------------------------------- steps
@@ -448,8 +449,14 @@ class Engine(Scheduler):
         try:
             return self._process_steps(chunk.columns, *chunk.read())
         except BaseException:
-            self._in_flight = None  # it continues rows whose tokens this chunk did not record
+            self._drop_in_flight()  # it continues rows whose tokens this chunk did not record
             raise
+
+    def _drop_in_flight(self) -> None:
+        """Drop the chunk in flight, if there is one: its tokens are sampled again."""
+        chunk, self._in_flight = self._in_flight, None
+        if self._device_steps:
+            self._device_steps.drop(chunk)
 
     def _process_steps(
         self,
@@ -476,18 +483,6 @@ class Engine(Scheduler):
         if self._in_flight is not None:
             self._in_flight.columns = columns[compact_slots(~ended)]
         return self._append_tokens(tokens_SN, logprobs_SN, counts, ended, stopped)
-
-    def _plan_graphs(self) -> tuple[int, bool]:
-        """Return the most rows that the present requests can run at once, and whether some of the
-        waiting ones may share blocks.
-        """
-        waiting = sum(group.request.num_samples - group.num_admitted for group in self._waiting)
-        rows = len(self._rows) + len(self._preempted) + waiting
-        may_share = any(
-            group.request.num_samples > 1 and len(group.key[0]) >= self._state.block_size
-            for group in self._waiting
-        )
-        return min(rows, self.max_rows), may_share
 
     # ---------------------------------------------------------------------------- between two steps
 
@@ -539,6 +534,7 @@ class Engine(Scheduler):
                 self._rows.release(row.fields)
         self._preempted = [row for row in self._preempted if row.age[0] != request_id]
         if self._running.pop(request_id, None) is not None:
+            self._drop_in_flight()  # on the device these rows would write to their blocks again
             self._remove_rows(self._rows["request_id"] == request_id)
 
     def partial_samples(

@@ -305,6 +305,18 @@ class Scheduler:
         size = _add_group(self._running_size(), group, self._find_slot(group.key) is None)
         return self._count_admissible(group, size) > 0
 
+    def _plan_graphs(self) -> tuple[int, bool]:
+        """Return the most rows that the present requests can run at once, and whether some of the
+        waiting ones may share blocks.
+        """
+        waiting = sum(group.request.num_samples - group.num_admitted for group in self._waiting)
+        rows = len(self._rows) + len(self._preempted) + waiting
+        may_share = any(
+            group.request.num_samples > 1 and len(group.key[0]) >= self._state.block_size
+            for group in self._waiting
+        )
+        return min(rows, self.max_rows), may_share
+
     def _find_slot(self, key: tuple) -> int | None:
         """Return the slot of the prompt with this key, or None."""
         return next(

@@ -183,6 +183,10 @@ def test_rows_that_do_not_fit_or_cannot_be_rendered_are_named_or_left_out(tmp_pa
     [
         ({"kv_cache_tokens": 90}, r"the KV cache \(kv_cache_tokens\) holds 90"),
         (
+            {"kv_cache_tokens": 164, "copies_prompts": True},
+            "beside a copy of the prompt holds [0-9]+",
+        ),
+        (
             {"length_switch": RopeLengthSwitch("longrope", 90, True)},
             "the range of the model's rotary frequencies holds 90",
         ),

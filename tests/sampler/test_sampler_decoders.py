@@ -21,6 +21,7 @@ from sampler_models import (  # noqa: F401
     run_requests,
     tiny_model,
 )
+from torch import nn
 
 from rl.errors import UserError
 from rl.models import add_value_head, load_model
@@ -43,6 +44,19 @@ from rl.sampler.layer_specs import LAYER_SPECS
 
 def make_rope(kind: str, factor: float = 2.0, **more) -> dict:
     return {"rope_type": kind, "rope_theta": 1e4, "factor": factor, **more}
+
+
+class NamedParameter(nn.Parameter):
+    """A parameter that knows more than its numbers, as quantized ones do."""
+
+
+def test_the_generic_decoder_keeps_the_types_of_parameters():
+    model = tiny_model("qwen3")
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = NamedParameter(layer.weight.detach())
+    weight = HFDecoder(model, torch.bfloat16).model.model.layers[0].mlp.up_proj.weight
+    assert type(weight) is NamedParameter and weight.dtype == torch.bfloat16
+    assert torch.equal(weight, layer.weight.bfloat16())
 
 
 LLAMA3_ROPE = make_rope(

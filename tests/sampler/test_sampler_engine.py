@@ -22,8 +22,10 @@ from sampler_models import (  # noqa: F401
     tiny_model,
 )
 
+from rl import ServiceClient
+from rl.runtime import SamplerSettings, WorkerSettings
 from rl.sampler import Engine, make_decoder, score_sequences
-from rl.types import SampledSequence, SamplingParams
+from rl.types import ModelInput, SampledSequence, SamplingParams, find_length_limit
 
 
 def sample(
@@ -279,6 +281,24 @@ def test_what_can_never_fit_is_an_error_with_numbers(length, max_tokens, setting
     engine = Engine(make_decoder(tiny_model("qwen3")), **settings)
     with pytest.raises(ValueError, match=says):
         engine.add(make_request([1] * length, max_tokens=max_tokens))
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"), [("fast", "qwen3"), ("hf", "qwen3"), ("auto", "qwen3"), ("auto", "gpt2")]
+)
+def test_the_length_limit_is_what_the_cache_holds(tmp_path, kind, model):
+    """The generic decoder, which samples gpt2, copies the prompt for each row."""
+    tiny_model(model, vocab_size=300).save_pretrained(tmp_path / "model")
+    settings = WorkerSettings(sampler=SamplerSettings(kind=kind, kv_cache_tokens=40))
+    with ServiceClient(output_dir=tmp_path, settings=settings) as service:
+        client = service.create_full_training_client(str(tmp_path / "model"))
+        sampler = client.save_weights_and_get_sampling_client()
+        limit, name = find_length_limit(sampler.info, 15)
+        prompt, most = ModelInput.from_ints([3] * 15), limit + 1 - 15  # the last token is not fed
+        sampler.sample(prompt, 1, SamplingParams(max_tokens=most)).result()
+        with pytest.raises(ValueError, match="takes 41 tokens of KV cache"):
+            sampler.sample(prompt, 1, SamplingParams(max_tokens=most + 1)).result()
+    assert "KV cache" in name
 
 
 def run_bounded(engine: Engine, steps: int) -> list:

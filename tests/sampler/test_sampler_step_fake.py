@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl.sampler import expert_layers, make_decoder
 from rl.sampler.cuda_graphs import (
     NO_PROCESSING,
-    DecodeInputs,
     ProcessedRows,
+    StepBuffers,
     count_processing_bytes,
     decode_step,
 )
@@ -159,7 +159,7 @@ def fake_decoder(real: FastDecoder) -> FastDecoder:
 
 def two_steps(
     wire, model, rows, shared, choices=0, processed=NO_PROCESSING
-) -> tuple[list, int, DecodeInputs]:
+) -> tuple[list, int, StepBuffers]:
     """Return the operations of a step, which must equal those of the next step, the number of
     layers and the buffers. `choices`: recorded experts of a token.
     """
@@ -173,7 +173,7 @@ def two_steps(
         ]
         rope = torch.empty(2, 2048, a.head_width, dtype=torch.bfloat16, device="cuda")
         device = torch.device("cuda")
-        buffers = DecodeInputs.allocate(1024, 8, 8, 16, decoder.vocab_size, device, choices)
+        buffers = StepBuffers.allocate(1024, 8, 8, 16, decoder.vocab_size, device, choices)
         results = []
         for _ in range(2):
             wire.done.clear()

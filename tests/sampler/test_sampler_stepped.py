@@ -278,6 +278,66 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
     assert ahead > 20 and launched > ahead
 
 
+@pytest.mark.parametrize("processing", [{}, {"top_p": 0.9}, {"logit_bias": {4: 1.0}}])
+def test_rows_that_do_not_fill_a_bucket_are_launched_ahead_too(decoder, monkeypatch, processing):
+    """Three rows in a bucket of four, 33 tokens: the prefill samples 1, four launches 8 each."""
+    chunks, launch = [], DeviceSteps.launch_next
+    monkeypatch.setattr(
+        DeviceSteps, "launch_next", lambda *args: chunks.append(launch(*args)) or chunks[-1]
+    )
+    engine = multistep_engine(decoder)
+    engine.runs_ahead = True
+    run_requests(engine, [make_request([4, 9, 2], 3, max_tokens=33, **processing)])
+    assert [chunk is not None for chunk in chunks] == [True, True, True, False]
+
+
+def make_two_lengths() -> list[SamplingRequest]:
+    """Return requests that end in the fifth and in the eighth chunk of 8 steps."""
+    sizes = zip(random_prompts([5, 9]), (40, 60), strict=True)
+    return [
+        make_request(prompt, 3, max_tokens=size, problem=i)
+        for i, (prompt, size) in enumerate(sizes)
+    ]
+
+
+def test_a_run_that_was_interrupted_continues_with_the_same_samples(decoder):
+    """The chunk in flight is dropped; the blocks of its tokens are free again."""
+    requests = make_two_lengths()
+    expected = run_requests(Engine(decoder), requests)
+    engine, dropped = multistep_engine(decoder, page=4), []
+
+    def interrupt(done):
+        dropped.append(engine._in_flight)
+        raise KeyboardInterrupt
+
+    engine.runs_ahead = True
+    for request in requests:
+        engine.add(request)
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(interrupt)
+    assert dropped != [None] and engine._in_flight is None
+    manager = engine._state.block_manager
+    assert manager.rows["length"].tolist() == engine._state.lengths().tolist()
+    check_same(engine.run(), expected[1:], 1e-4)
+    assert manager.pool.num_free == len(manager.pool.ref_counts)
+
+
+def test_a_request_is_cancelled_while_a_chunk_is_in_flight(decoder):
+    """Its rows have left the device when the next chunk is launched: other rows take their blocks."""
+    requests = make_two_lengths()
+    expected = run_requests(Engine(decoder), requests)
+    engine = multistep_engine(decoder, page=4)
+    engine.runs_ahead, engine.max_steps = True, 100
+    cancelled, _ = map(engine.add, requests)
+    while engine._in_flight is None:
+        assert engine.step() == []
+    engine.cancel(cancelled)
+    engine.step()
+    live = engine._device_steps.runner.buffers.first_rows(4).remaining > 0
+    assert live.tolist() == [True, True, True, False]
+    check_same(engine.run(), expected[1:], 1e-4)
+
+
 SCENARIOS = ("full weights", "LoRA", "tight pool", "new weights", "logits processing")
 PROCESSING = (
     {"top_k": 5, "top_p": 0.9, "logit_bias": {4: 3.0, 0: -2.0}},
@@ -374,6 +434,14 @@ def test_rows_with_more_biases_than_the_buffers_hold_run_on_the_host(count, monk
     expected = run_requests(Engine(decoder, (3,)), requests)
     check_same(run_requests(multistep_engine(decoder, (3,)), requests), expected, 1e-4)
     assert bool(decodes) == (count > MAX_BIASES)
+
+
+def test_temperatures_of_rows_beyond_a_bucket_stay_above_zero(decoder):
+    """A later capture of a larger bucket divides by them."""
+    engine = multistep_engine(decoder)
+    run_requests(engine, [make_request([4, 9, 2], 2, max_tokens=6, temperature=0.5)])
+    temperature = engine._device_steps.runner.buffers.temperature
+    assert temperature[:2].tolist() == [0.5, 0.5] and (temperature[2:] == 1).all()
 
 
 @pytest.fixture
