@@ -287,7 +287,9 @@ def test_what_can_never_fit_is_an_error_with_numbers(length, max_tokens, setting
     ("kind", "model"), [("fast", "qwen3"), ("hf", "qwen3"), ("auto", "qwen3"), ("auto", "gpt2")]
 )
 def test_the_length_limit_is_what_the_cache_holds(tmp_path, kind, model):
-    """The generic decoder, which samples gpt2, copies the prompt for each row."""
+    """The generic decoder, which samples gpt2, copies the prompt for each row. A paged cache takes
+    whole blocks, in test_sampler_over_pages.py of 4 positions.
+    """
     tiny_model(model, vocab_size=300).save_pretrained(tmp_path / "model")
     settings = WorkerSettings(sampler=SamplerSettings(kind=kind, kv_cache_tokens=40))
     with ServiceClient(output_dir=tmp_path, settings=settings) as service:
@@ -296,7 +298,7 @@ def test_the_length_limit_is_what_the_cache_holds(tmp_path, kind, model):
         limit, name = find_length_limit(sampler.info, 15)
         prompt, most = ModelInput.from_ints([3] * 15), limit + 1 - 15  # the last token is not fed
         sampler.sample(prompt, 1, SamplingParams(max_tokens=most)).result()
-        with pytest.raises(ValueError, match="takes 41 tokens of KV cache"):
+        with pytest.raises(ValueError, match="takes (41|44) tokens of KV cache"):
             sampler.sample(prompt, 1, SamplingParams(max_tokens=most + 1)).result()
     assert "KV cache" in name
 
