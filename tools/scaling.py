@@ -101,9 +101,9 @@ class DriverRates:
     reward_workers: int = 8
     reward_machines: int = 0
     score_seconds: float = 100e-6
-    answer_seconds: float = 165e-6
+    answer_seconds: float = 170e-6
     bytes_per_answer: float = 24_800.0
-    unpack_seconds: float = 40e-6
+    unpack_seconds: float = 46e-6
     network: float = 1.5e9  # bytes/s of the messages, which gloo sends over TCP
     pcie: float = 50e9  # bytes/s between a GPU and pinned memory
     chunk_rate: float = 12.5e9  # bytes/s of chunks that get a checksum, by one thread
