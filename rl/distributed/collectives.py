@@ -334,19 +334,25 @@ def is_communication_error(error: BaseException) -> bool:
 
 def all_sum_(tensors: list[torch.Tensor]) -> None:
     """Sum each tensor over the ranks, in place, as flat messages of one dtype and at most
-    SUM_BUCKET_BYTES each. A larger contiguous tensor is summed where it is.
+    SUM_BUCKET_BYTES each. A larger contiguous tensor is summed where it is, in several messages.
     """
     if world() == 1 or not tensors:
         return
     for dtype in sorted({t.dtype for t in tensors}, key=str):
         for bucket in _split_into_buckets([t for t in tensors if t.dtype == dtype]):
             if len(bucket) == 1 and bucket[0].is_contiguous():
-                dist.all_reduce(bucket[0])
+                _sum_flat_(bucket[0].view(-1))
                 continue
             flat = torch.cat([t.reshape(-1) for t in bucket])
-            dist.all_reduce(flat)
+            _sum_flat_(flat)
             for tensor, piece in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(piece.view_as(tensor))
+
+
+def _sum_flat_(flat: torch.Tensor) -> None:
+    """Sum a tensor [N] over the ranks, in place, in messages of at most SUM_BUCKET_BYTES."""
+    for piece in flat.split(max(1, SUM_BUCKET_BYTES // flat.itemsize)):
+        dist.all_reduce(piece)
 
 
 def _split_into_buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

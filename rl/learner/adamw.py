@@ -11,6 +11,7 @@ bit. The two formats cannot be converted into each other.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -74,6 +75,32 @@ def set_adam_params(optimizer: Any, params: AdamParams) -> None:
             eps=params.eps,
             weight_decay=params.weight_decay,
         )
+
+
+def step_if_finite(optimizer: Any, norm: Tensor) -> tuple[float, bool]:
+    """Take the optimizer's step if the gradient's norm, a tensor [], is finite: otherwise weights
+    and state stay as they are. Return (the norm, whether the step was taken).
+
+    AdamW's kernel reads on the device whether it has to skip the step, as for torch's gradient
+    scaler, and the host reads the norm once the step is launched. bitsandbytes has no such kernel:
+    there the host waits for the norm first.
+    """
+    if not isinstance(optimizer, torch.optim.AdamW):
+        value = float(norm)
+        finite = math.isfinite(value)
+        if finite:
+            optimizer.step()
+        return value, finite
+    is_first = not optimizer.state
+    kernel_options: Any = optimizer
+    kernel_options.found_inf = norm.isfinite().logical_not().float()
+    optimizer.step()
+    del kernel_options.found_inf
+    value = float(norm)
+    finite = math.isfinite(value)
+    if is_first and not finite:
+        optimizer.state.clear()  # zeros, which the skipped step made
+    return value, finite
 
 
 def get_adam_state(optimizer: Any, trainable: Mapping[str, Tensor]) -> dict[str, Tensor]:

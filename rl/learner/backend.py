@@ -12,7 +12,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import copy
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +21,13 @@ from torch import Tensor, nn
 
 from rl.distributed import collectives, get_launch_sharding
 from rl.layers import truncated_layers
-from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
+from rl.learner.adamw import (
+    get_adam_state,
+    load_adam_state,
+    make_adamw,
+    set_adam_params,
+    step_if_finite,
+)
 from rl.learner.frozen_base import get_dequantizers
 from rl.models import SafetensorsWeights
 from rl.types import AdamParams
@@ -57,31 +62,24 @@ class Backend(abc.ABC):
     def step(self, params: AdamParams) -> tuple[float, bool]:
         """Return (gradient norm before clipping, whether an update was made).
 
-        No update is made if the gradient is not finite. The host therefore waits for the norm
-        before it launches the update.
+        No update is made if the gradient is not finite. The host reads the norm once, after it has
+        launched the update (with an 8-bit optimizer before it, see `step_if_finite`).
         """
         norm = self._reduce_gradients()
-        value = float(norm)
-        finite = math.isfinite(value)
-        if finite:
-            if params.grad_clip_norm > 0:
-                self._clip_gradients(params.grad_clip_norm, norm)
-            set_adam_params(self.adam, params)
-            self._apply_update()
+        if params.grad_clip_norm > 0:
+            self._clip_gradients(params.grad_clip_norm, norm)
+        set_adam_params(self.adam, params)
+        result = step_if_finite(self.adam, norm)
         self.drop_gradients()
-        return value, finite
+        return result
 
-    @abc.abstractmethod
     def _reduce_gradients(self) -> Tensor:
         """Sum the gradients over the ranks, if a backward does not, and return their norm."""
+        return torch.nn.utils.get_total_norm(sum_gradients(self.trainable.values()))
 
-    @abc.abstractmethod
     def _clip_gradients(self, limit: float, norm: Tensor) -> None:
-        """Scale the gradients, whose norm is `norm`, down to the norm `limit`."""
-
-    def _apply_update(self) -> None:
-        """Take the optimizer's step on the gradients."""
-        self.adam.step()
+        """Scale the gradients, whose norm is `norm`, down to the norm `limit`, on the device."""
+        torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), limit, norm)
 
     def drop_gradients(self) -> None:
         """Discard the accumulated gradients."""
@@ -184,12 +182,6 @@ class ReplicatedBackend(Backend):
     def micro_batch(self) -> AbstractContextManager:
         """Compute in the launch's precision."""
         return self.accelerator.autocast()
-
-    def _reduce_gradients(self) -> Tensor:
-        return torch.nn.utils.get_total_norm(sum_gradients(self.trainable.values()))
-
-    def _clip_gradients(self, limit: float, norm: Tensor) -> None:
-        torch.nn.utils.clip_grads_with_norm_(self.trainable.values(), limit, norm)
 
     def iter_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the named parameters; those in 4 bit are returned in bf16."""

@@ -1,6 +1,6 @@
 """Shard weights, gradients and optimizer with DeepSpeed, ZeRO stages 0 to 3.
 
-DeepSpeed averages over ranks, so losses are multiplied by the world size. Every forward goes
+DeepSpeed averages over ranks, so losses are multiplied by the world size (stages 1 to 3). Every forward goes
 through the engine and is followed by its backward before the next forward, because ZeRO-3 updates
 its accumulation counter only then. Written against DeepSpeed 0.19.8. Some calls use private
 attributes (named where they are used), because no public API drops gradients or loads an
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rl.distributed import collectives
 from rl.layers import describe_layers, unwrap_model
 from rl.learner.adamw import make_adamw, set_adam_params
-from rl.learner.backend import Backend, make_skeleton, sum_gradients
+from rl.learner.backend import Backend, make_skeleton
 from rl.models import SafetensorsWeights
 from rl.types import AdamParams
 
@@ -62,17 +62,18 @@ class DeepSpeedBackend(Backend):
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def backward(self, value: Tensor) -> None:
-        self.wrapped.backward(value * collectives.world())
+        # Stage 0 reduces nothing in a backward: its step adds the gradients up.
+        self.wrapped.backward(value * collectives.world() if self.stage else value)
 
     # ----------------------------------------------------------------------------------------- step
 
     def step(self, params: AdamParams) -> tuple[float, bool]:
-        """Take a step; of stage 0 as the base class does it.
+        """Take a step; of stage 0 as the base class does it, without the engine.
 
-        DeepSpeed's stage 0 reports no norm and would also step on a gradient that is not finite.
+        The engine's stage 0 reports no norm and would also step on a gradient that is not finite.
+        It would also reduce gradients that are summed already, to compute the norm.
         """
         if self.stage == 0:
-            self.wrapped._config.gradient_clipping = params.grad_clip_norm
             return super().step(params)
         set_adam_params(self.adam, params)
         self.optimizer.clip_grad = params.grad_clip_norm
@@ -80,18 +81,6 @@ class DeepSpeedBackend(Backend):
         norm, applied = float(self.wrapped.get_global_grad_norm()), self.wrapped.was_step_applied()
         self.drop_gradients()
         return norm, applied
-
-    def _reduce_gradients(self) -> Tensor:
-        gradients = sum_gradients(self.trainable.values())
-        torch._foreach_div_(gradients, collectives.world())
-        return torch.nn.utils.get_total_norm(gradients)
-
-    def _clip_gradients(self, limit: float, norm: Tensor) -> None:
-        """Do nothing: the engine's step clips."""
-
-    def _apply_update(self) -> None:
-        # DeepSpeed averages again, which changes nothing: all ranks hold the same gradient.
-        self.wrapped.step()
 
     def drop_gradients(self) -> None:
         """Discard the accumulated gradients, wherever the stage stores them.

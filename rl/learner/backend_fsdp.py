@@ -99,7 +99,9 @@ class FSDPBackend(Backend):
         return [parameter.grad.to_local() for parameter in self.trainable.values()]
 
     def _clip_gradients(self, limit: float, norm: Tensor) -> None:
-        torch._foreach_mul_(self._local_gradients(), min(1.0, limit / (float(norm) + 1e-6)))
+        # In float64 the factor is rounded once, as a number of the host is.
+        factor = (limit / (norm.double() + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(self._local_gradients(), factor)
 
     def iter_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:

@@ -5,6 +5,7 @@ Other ranks are replaced by the contents of their messages. The slow tests of re
 (test_distributed.py) show that the parts work together under every launch.
 """
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +18,13 @@ from safetensors.torch import load_file
 from rl.distributed import collectives
 from rl.errors import OtherRankFailed
 from rl.learner import learner_checkpoint
-from rl.learner.adamw import get_adam_state, load_adam_state, make_adamw, set_adam_params
+from rl.learner.adamw import (
+    get_adam_state,
+    load_adam_state,
+    make_adamw,
+    set_adam_params,
+    step_if_finite,
+)
 from rl.learner.backend import ReplicatedBackend
 from rl.learner.backend_deepspeed import DeepSpeedBackend
 from rl.losses import get_loss
@@ -66,6 +73,57 @@ def test_three_updates_are_adamws_with_the_betas_asked_for():
     for other in ({"beta1": 0.9}, {"beta2": 0.95}, {"weight_decay": 0.0}, {"grad_clip_norm": 0.0}):
         moved = adamw(start, gradients, replace(PARAMS, **other))
         assert compute_relative_difference(model.weight.detach(), moved) > 1e-4
+
+
+def copy_state(optimizer):
+    """Return the optimizer's state by its key, as copies."""
+    (state,) = optimizer.state.values()
+    return {key: value.clone() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1e9])
+def test_updates_are_to_the_bit_those_of_an_optimizer_that_skips_nothing(limit):
+    """The reference is torch's clipping and AdamW, without a gradient that is not finite."""
+    params = replace(PARAMS, grad_clip_norm=limit)
+    (model, trainable), (reference, parameters) = linear(), linear()
+    backend, adam = ReplicatedBackend(model, trainable, SimpleNamespace()), make_adamw(parameters)
+    for step in range(6):
+        gradient = torch.randn(3, 5)
+        model.weight.grad = gradient.clone()
+        if step % 3 == 1:
+            model.weight.grad[1, 2] = float("nan") if step == 1 else float("inf")
+            before = model.weight.detach().clone(), copy_state(backend.adam)
+            norm, applied = backend.step(params)
+            after = model.weight.detach().clone(), copy_state(backend.adam)
+            assert not applied and not math.isfinite(norm) and model.weight.grad is None
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+            continue
+        norm, applied = backend.step(params)
+        assert applied and norm == float(gradient.norm())
+        reference.weight.grad = gradient
+        if limit:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), limit)
+        set_adam_params(adam, params)
+        adam.step()
+    assert torch.equal(model.weight, reference.weight)
+    torch.testing.assert_close(copy_state(backend.adam), copy_state(adam), rtol=0, atol=0)
+
+
+def test_a_first_step_that_is_skipped_leaves_a_fresh_optimizer():
+    model, trainable = linear()
+    backend = ReplicatedBackend(model, trainable, SimpleNamespace())
+    start = model.weight.detach().clone()
+    model.weight.grad = torch.full((3, 5), float("inf"))
+    assert backend.step(PARAMS) == (float("inf"), False)
+    assert torch.equal(model.weight, start) and backend.optimizer_tensors() == {}
+
+
+def test_an_optimizer_without_torchs_kernel_steps_only_on_a_finite_gradient():
+    steps = []
+    optimizer = SimpleNamespace(step=lambda: steps.append(1))
+    assert step_if_finite(optimizer, torch.tensor(2.0)) == (2.0, True) and steps == [1]
+    assert step_if_finite(optimizer, torch.tensor(float("inf"))) == (float("inf"), False)
+    assert steps == [1]
 
 
 # ------------------------------------------------------------------------------------ several ranks
@@ -154,8 +212,8 @@ def test_every_rank_begins_with_the_weights_of_rank_0(monkeypatch, two_ranks):
 
 
 def test_messages_have_a_bounded_size(monkeypatch, two_ranks):
-    """Buckets hold at most the bound; a larger tensor is sent separately, without a copy. The sums
-    equal those of a single message.
+    """Buckets hold at most the bound; a larger tensor is sent where it is, in several messages, and
+    one that is not contiguous as a copy. The sums equal those of a single message.
     """
     monkeypatch.setattr(collectives, "SUM_BUCKET_BYTES", 16)
     sizes = []
@@ -166,40 +224,40 @@ def test_messages_have_a_bounded_size(monkeypatch, two_ranks):
         reduce(flat)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", record)
-    tensors = [torch.ones(2), torch.ones(2), torch.ones(1), torch.ones(9), torch.ones(3)]
-    two_ranks += [torch.full((n,), float(n)) for n in (4, 1, 9, 3)]
-    collectives.all_sum_(tensors)
-    assert sizes == [4, 1, 9, 3] and not two_ranks
-    assert [t.tolist() for t in tensors] == [[5.0] * 2, [5.0] * 2, [2.0], [10.0] * 9, [4.0] * 3]
+    tensors = [torch.ones(2), torch.ones(2), torch.ones(1), torch.ones(3, 3), torch.ones(3)]
+    strided = torch.ones(2, 3).t()
+    counts = [4, 1, 4, 4, 1, 3, 4, 2]
+    two_ranks += [torch.arange(1.0, n + 1) for n in counts]
+    collectives.all_sum_([*tensors, strided])
+    assert sizes == counts and not two_ranks
+    flat = [t.flatten().tolist() for t in tensors]
+    assert flat == [[2, 3], [4, 5], [2], [2, 3, 4, 5, 2, 3, 4, 5, 2], [2, 3, 4]]
+    assert strided.tolist() == [[2, 3], [4, 5], [2, 3]]
 
 
-def test_deepspeed_stage_0_steps_on_the_sum_that_it_then_averages(monkeypatch, two_ranks):
-    """With two ranks and losses times 2, as in every stage, the gradients' sum over ranks, halved,
-    is the sum of the gradients of both losses.
+def test_deepspeed_stage_0_sums_the_gradients_once(monkeypatch, two_ranks):
+    """The engine's step, which would reduce again, is not called; test_stage_0.py counts the
+    messages of real processes.
     """
     model, trainable = linear()
+    start = model.weight.detach().clone()
     engine = DeepSpeedBackend.__new__(DeepSpeedBackend)
-    losses, stepped = [], []
+    losses = []
     engine.stage, engine.bf16_stage1 = 0, True
     engine.trainable, engine.adam = trainable, make_adamw(trainable)
     engine.wrapped = SimpleNamespace(
-        backward=lambda value: losses.append(float(value)),
-        step=lambda: stepped.append(model.weight.grad.clone()),
-        zero_grad=lambda: None,
-        _config=SimpleNamespace(gradient_clipping=None),
+        backward=lambda value: losses.append(float(value)), zero_grad=lambda: None
     )
     engine.optimizer = SimpleNamespace(zero_grad=lambda: None)
     mine, other = torch.randn(3, 5), torch.randn(3, 5)
     engine.backward(torch.tensor(1.5))
-    assert losses == [3.0]
-    model.weight.grad = 2 * mine
-    two_ranks.append(2 * other.flatten())
+    assert losses == [1.5]
+    model.weight.grad = mine.clone()
+    two_ranks.append(other.flatten())
     norm, applied = engine.step(PARAMS)
-    assert applied and compute_relative_difference(stepped[0], mine + other) < 1e-6
-    assert norm == pytest.approx(float((mine + other).norm()), rel=1e-6)
-    expected = {"lr": 0.01, "betas": (0.5, 0.6), "eps": 1e-6, "weight_decay": 0.1}
-    assert expected.items() <= engine.adam.param_groups[0].items()
-    assert engine.wrapped._config.gradient_clipping == 0.5
+    assert applied and norm == pytest.approx(float((mine + other).norm()), rel=1e-6)
+    expected = adamw(start, [mine + other])
+    assert compute_relative_difference(model.weight.detach(), expected) < 1e-5 and not two_ranks
 
 
 @pytest.fixture

@@ -127,6 +127,6 @@ MUTANTS = [Mutant(*fields) for fields in (
      "last.reward, last.metrics = last.reward + reward, {**last.metrics, **metrics}",
      "last.reward, last.metrics = (reward, {**last.metrics, **metrics})"),
     ("rl/distributed/collectives.py", "backends", "DDP sums: a mean",
-     "dist.all_reduce(flat)",
-     "dist.all_reduce(flat)\n            flat /= world()"),
+     "dist.all_reduce(piece)",
+     "dist.all_reduce(piece)\n        piece /= world()"),
 )]
