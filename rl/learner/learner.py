@@ -604,8 +604,8 @@ class Learner:
         clipping.
 
         Without a gradient (no datum since the last step) nothing changes, and `skipped` is 1. A
-        gradient that is not finite is dropped, nothing changes, and `skipped_nonfinite` is 1. To
-        know that, the host waits for the norm once, before it launches the update.
+        gradient that is not finite is dropped, nothing changes, and `skipped_nonfinite` is 1. The
+        host reads the norm once, after it has launched the update (rl.learner.backend).
         """
         if not self.has_gradient:
             return {"grad_norm": 0.0, "skipped": 1.0}

@@ -1,5 +1,5 @@
-"""Test that the host reads no result of a learner's call before its last micro-batch is launched:
-on a GPU it would wait for all earlier work.
+"""Test that the host reads no result of a learner's call before its last micro-batch is launched,
+and none of a step before its update is: on a GPU it would wait for all earlier work.
 
 Torch cannot run a model's forward on fake CUDA tensors without CUDA, so the calls run on the CPU
 and the reads are recorded: operators by a dispatch mode, and methods of tensors by replacing them,
@@ -9,7 +9,9 @@ and copies from pageable memory by `Tensor.to`. The last test asks a GPU itself.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +19,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import gradient, make_worker, random_datums
+import torch.distributed as dist
+from helpers import call, gradient, make_worker, random_datums
+from tiny_models import tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import linear_logprob_torch
+from rl.learner.backend import ReplicatedBackend
+from rl.learner.backend_fsdp import FSDPBackend
 from rl.learner.learner import Learner
 from rl.learner.packing import collate
 from rl.losses import CUSTOM_LOSS, LOSSES, LossSpec
-from rl.types import Datum, LoraConfig
+from rl.types import AdamParams, Datum, LoraConfig
 
 # Operators with a result that the host reads.
 WAITS = {
@@ -98,6 +104,17 @@ def record_run(
 ) -> tuple[list[str], int]:  # fmt: skip
     """Return the passes and reads of a call in order, and its number of micro-batches."""
     learner, events = make_learner(monkeypatch, spec, **settings).learners[0], []
+    record_passes(monkeypatch, learner, events)
+    datums = make_datums(spec)
+    with record_reads(monkeypatch, events):
+        learner.run(
+            datums, spec, config, temperature=0.9, divisor=1.0, backward=backward, entropy=entropy
+        )
+    return events, learner.num_micro_batches
+
+
+def record_passes(monkeypatch: pytest.MonkeyPatch, learner: Learner, events: list[str]) -> None:
+    """Record the ends of a learner's forwards and backwards."""
     forward, compute_gradient = learner._forward, learner.backend.backward
 
     def record_forward(*args: Any) -> Any:
@@ -108,6 +125,14 @@ def record_run(
     def record_backward(value: torch.Tensor) -> None:
         compute_gradient(value)
         events.append("backward")
+
+    monkeypatch.setattr(learner, "_forward", record_forward)
+    monkeypatch.setattr(learner.backend, "backward", record_backward)
+
+
+@contextlib.contextmanager
+def record_reads(monkeypatch: pytest.MonkeyPatch, events: list[str]) -> Iterator[None]:
+    """Record what the host reads, and the launches of updates."""
 
     def record_read(name: str) -> Any:
         original = getattr(torch.Tensor, name)
@@ -128,20 +153,21 @@ def record_run(
 
         return copy
 
-    datums = make_datums(spec)
-    monkeypatch.setattr(learner, "_forward", record_forward)
-    monkeypatch.setattr(learner.backend, "backward", record_backward)
+    launch = torch.optim.AdamW.step
+
+    def record_update(*args: Any) -> Any:
+        result = launch(*args)
+        events.append("update")
+        return result
+
     with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", record_update)
         for name in READS:
             patch.setattr(torch.Tensor, name, record_read(name))
         for name in COPIES_OF_NUMBERS:
             patch.setattr(torch, name, record_copy(name))
         with ReadRecorder(events):
-            learner.run(
-                datums, spec, config, temperature=0.9, divisor=1.0, backward=backward,
-                entropy=entropy,
-            )  # fmt: skip
-    return events, learner.num_micro_batches
+            yield
 
 
 def check_events(events: list[str], count: int, backward: bool, copies: list[str]) -> None:
@@ -179,6 +205,74 @@ def test_no_head_reads_before_the_last_micro_batch(settings, monkeypatch):
     spec = LOSSES["cross_entropy"]
     events, count = record_run(monkeypatch, spec, config, False, entropy=True, **settings)
     check_events(events, count, False, COPIES)
+
+
+# The norm: __float__ is the read, and the operator is what it calls.
+STEP = ["update", "read: __float__", "read: aten._local_scalar_dense.default"]
+
+
+@pytest.mark.parametrize("grad_clip_norm", [0.0, 0.1])
+@pytest.mark.parametrize("settings", [{}, {"lora": LoraConfig(rank=2)}])
+def test_a_training_step_reads_its_norm_once_and_after_the_update(
+    grad_clip_norm, settings, monkeypatch
+):
+    """A step is forward_backward and optim_step: the first, the second, and one that is skipped."""
+    spec, params = LOSSES["ppo"], AdamParams(grad_clip_norm=grad_clip_norm)
+    worker, datums = make_learner(monkeypatch, spec, layout="padded", **settings), make_datums(spec)
+    learner, events = worker.learners[0], list[str]()
+    record_passes(monkeypatch, learner, events)
+    for skipped in (False, False, True):
+        events.clear()
+        with record_reads(monkeypatch, events):
+            call(worker, "forward_backward", 0, datums, "ppo", {}, 1.0, True)
+            if skipped:
+                next(iter(learner.trainable.values())).grad.fill_(float("nan"))
+            metrics = worker.optim_step(0, params)
+        assert ("skipped_nonfinite" in metrics) is skipped
+        assert events[-3:] == STEP
+        check_events(events[:-3], learner.num_micro_batches, True, COPIES)
+
+
+@pytest.mark.parametrize("grad_clip_norm", [0.0, 0.1])
+def test_a_sharded_step_reads_its_norm_once_and_after_the_update(grad_clip_norm, monkeypatch):
+    """FSDP2 with a single rank, beside the same model without it."""
+    params, norms, weights = AdamParams(grad_clip_norm=grad_clip_norm), [], []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for shard in (False, True):
+            model = tiny_model("llama")
+            backend = (
+                FSDPBackend(model, bf16=False)
+                if shard
+                else ReplicatedBackend(model, dict(model.named_parameters()), SimpleNamespace())
+            )
+            for scale in (1.0, 2.0, float("nan")):
+                torch.manual_seed(0)
+                backend.backward(model(torch.arange(8)[None]).logits.square().mean() * scale)
+                events: list[str] = []
+                with record_reads(monkeypatch, events):
+                    norm, applied = backend.step(params)
+                assert events == STEP and applied == (scale < 3)
+                norms.append(norm)
+            weights.append(dict(backend.iter_master_weights(backend.trainable)))
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(norms[:3], norms[3:], rtol=1e-6, atol=0, equal_nan=True)
+    assert norms[0] > 0.1  # it is clipped
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-7)
+
+
+def test_sharded_gradients_are_clipped_by_the_factor_of_the_host():
+    """The factor on the device has the bits of a number of the host."""
+    backend = FSDPBackend.__new__(FSDPBackend)
+    for seed in range(200):
+        generator = torch.Generator().manual_seed(seed)
+        gradient = torch.randn(50, generator=generator)
+        norm = torch.rand((), generator=generator) * 3
+        expected = gradient * min(1.0, 0.7 / (float(norm) + 1e-6))
+        backend._local_gradients = lambda gradient=gradient: [gradient]  # type: ignore
+        backend._clip_gradients(0.7, norm)
+        assert torch.equal(gradient, expected)
 
 
 def test_a_loss_that_does_not_tell_waits_in_each_backward(monkeypatch):
@@ -317,19 +411,27 @@ def test_a_gpu_does_not_wait_before_the_last_micro_batch(name, layout, monkeypat
     spec = LOSSES.get(name, CUSTOM_LOSS)
     learner = make_learner(monkeypatch, spec, **LAYOUTS[layout]).learners[0]
     config, datums = TERMS if spec.terms else {}, make_datums(spec)
-    read_totals = Learner._read_totals
+    read_totals, launch = Learner._read_totals, torch.optim.AdamW.step
 
-    def end_check(*args: Any) -> Any:
+    def read_after_check(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
         return read_totals(*args)
+
+    def launch_and_end_check(*args: Any) -> Any:
+        launch(*args)
+        torch.cuda.set_sync_debug_mode("default")
 
     def run() -> None:
         learner.run(datums, spec, config, temperature=0.9, divisor=1.0, backward=True)
 
     run()  # compiles kernels
-    monkeypatch.setattr(Learner, "_read_totals", end_check)
+    learner.step(AdamParams())
+    monkeypatch.setattr(Learner, "_read_totals", read_after_check)
+    monkeypatch.setattr(torch.optim.AdamW, "step", launch_and_end_check)
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
+        torch.cuda.set_sync_debug_mode("error")
+        learner.step(AdamParams())
     finally:
         torch.cuda.set_sync_debug_mode("default")
