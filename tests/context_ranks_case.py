@@ -9,7 +9,7 @@ STARTS: saved models. OUT: folder of the result, found.pt. SIZE: ranks of a grou
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Case:
 
 
 PACKED = {"layout": "packed", "token_budget": 60}
+SHARED = {"layout": "shared", "token_budget": 90}
+BY_LENGTHS = ", by lengths"  # attention takes the lengths of sequences, and no mask
 CASES = {
     "packed, ppo": Case("qwen3", "ppo", PACKED),
     "packed, gspo, lora": Case("qwen3", "gspo", PACKED, lora=True),
@@ -67,7 +69,7 @@ CASES = {
         },
         lora=True,
     ),
-    "shared, dpo": Case("qwen3", "dpo", {"layout": "shared", "token_budget": 90}),
+    "shared, dpo": Case("qwen3", "dpo", SHARED),
     "padded, ppo, plain head": Case(
         "three", "ppo", {"layout": "padded", "token_budget": 1, "fused": False}
     ),
@@ -75,6 +77,25 @@ CASES = {
     "packed, ppo, eager attention": Case("eager", "ppo", PACKED),
     "packed, ppo, experts": Case("experts", "ppo", PACKED),
     "packed, values": Case("qwen3", "value", PACKED),
+}
+# the last falls back to masks
+for name in (
+    "packed, ppo",
+    "packed, gspo, lora",
+    "packed, cross_entropy, checkpointing",
+    "shared, dpo",
+    "packed, ppo, experts",
+    "packed, values",
+    "packed, ppo, eager attention",
+):
+    case = CASES[name]
+    CASES[name + BY_LENGTHS] = replace(case, settings={**case.settings, "varlen": True})
+CASES |= {
+    "shared, ppo, windows, by lengths": Case("window", "ppo", {**SHARED, "varlen": True}),
+    "shared, ppo, uneven heads, by lengths": Case("uneven", "ppo", {**SHARED, "varlen": True}),
+    "auto, ppo, three heads, by lengths": Case(
+        "three", "ppo", {"token_budget": 60, "varlen": True, "gradient_checkpointing": True}
+    ),
 }
 
 
@@ -110,12 +131,19 @@ def with_fields(loss: str) -> list[Datum]:
 
 
 def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict[str, Any]:
-    """Return the gradient with its norm, all outputs, the loss, and the norm after an update."""
+    """Return the gradient with its norm, all outputs, the loss, and the norm after an update.
+
+    A single rank, the reference of the others, has padded rows where a group has lengths.
+    """
 
     def verb(name: str, *arguments: Any) -> Any:
         return service._driver.submit(name, *arguments).result()
 
-    verb("configure", {**case.settings, "context_parallel_size": size})
+    settings = {**case.settings, "context_parallel_size": size}
+    if size == 1:
+        if settings.pop("varlen", False):
+            settings["layout"] = "padded"
+    verb("configure", settings)
     start = str(starts / case.model)
     made = (
         service.create_lora_training_client(start, seed=5, rank=3)
@@ -129,11 +157,13 @@ def results(service: ServiceClient, starts: Path, case: Case, size: int) -> dict
         got = made.forward_backward_custom(data, over_sequences).result()
     else:
         got = made.forward_backward(data, case.loss, divisor=3.0).result()
+    by_lengths = verb("attends_by_lengths", made.model_id)
     gradient = verb("gradient", made.model_id)
     scored = made.forward(with_fields("ppo"), "ppo").result()
     made.release()
     return {
         "gradient": gradient,
+        "by lengths": by_lengths,
         "loss": got.metrics["loss:sum"],
         "logprobs": [out["logprobs"].to_numpy() for out in scored.loss_fn_outputs],
     }

@@ -211,6 +211,11 @@ class CaseWorker(TrainingWorker):
         }
 
     @verb()
+    def attends_by_lengths(self, model_id: int) -> bool:
+        """Return whether attention takes the lengths of sequences instead of masks."""
+        return self.learners[model_id].varlen is not None
+
+    @verb()
     def gradient(self, model_id: int) -> tuple[dict[str, torch.Tensor], float]:
         """Return the accumulated gradient by parameter name (on rank 0) and its norm as a step
         reports it.

@@ -1,9 +1,9 @@
 """Shard weights, gradients and optimizer with DeepSpeed, ZeRO stages 0 to 3.
 
-DeepSpeed averages over ranks, so losses are multiplied by the world size (stages 1 to 3). Every forward goes
-through the engine and is followed by its backward before the next forward, because ZeRO-3 updates
-its accumulation counter only then. Written against DeepSpeed 0.19.8. Some calls use private
-attributes (named where they are used), because no public API drops gradients or loads an
+DeepSpeed averages over ranks, so losses are multiplied by the world size (at stages 1 to 3). Every
+forward goes through the engine and is followed by its backward before the next forward, because
+ZeRO-3 updates its accumulation counter only then. Written against DeepSpeed 0.19.8. Some calls use
+private attributes (named where they are used), because no public API drops gradients or loads an
 optimizer's state.
 """
 

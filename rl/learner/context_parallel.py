@@ -41,7 +41,7 @@ class SequenceShard:
     input_ids, position_ids  int64 [B, C]
     all_positions            int64 [B, L]
     sequences                int32 [B, L] the sequence of each position of a packed row; None if a
-                             row is a single sequence, or has a mask
+                             row is a single sequence, has a mask, or the batch has `bounds`
     token_index              int64 [S] this rank's tokens in input_ids.flatten(). S is the same on
                              every rank of the group: index 0 is repeated
     tokens                   int64 [S] the same tokens in the flat tokens of the micro-batch
@@ -157,14 +157,21 @@ class ContextParallel:
         """Return the output [T, ...] of all tokens from this rank's [S, ...]; None stays None."""
         return None if x is None else _Gather.apply(x, self)[shard.order]
 
-    def split_attention(self, model: Any, shard: SequenceShard) -> AbstractContextManager[None]:
+    def split_attention(
+        self, model: Any, shard: SequenceShard, attend_row: Callable[..., Any] | None = None
+    ) -> AbstractContextManager[None]:
         """Return a context that runs attention on all positions of this rank's heads, in forwards
-        and backwards. The lengths of masks become those of all positions.
+        and backwards. `attend_row`: attention that needs no mask, in the place of the model's;
+        otherwise the lengths of masks become those of all positions.
         """
         return replace_attention(
             model,
-            lambda before, *args, **kwargs: self._attend(before, shard, *args, **kwargs),
-            lambda before, **kwargs: _make_full_mask(before, shard, **kwargs),
+            lambda before, *args, **kwargs: self._attend(
+                attend_row or before, shard, *args, **kwargs
+            ),
+            lambda before, **kwargs: (
+                _make_full_mask(before, shard, **kwargs) if attend_row is None else None
+            ),
         )
 
     def _attend(
@@ -179,7 +186,7 @@ class ContextParallel:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Return attention's output [B, C, H, D] of this rank's columns; the inputs are
-        [B, H, C, D]. `attend`: the model's function of attention.
+        [B, H, C, D]. `attend`: computes attention over all positions.
         """
         key_heads, per_key = key.shape[1], query.shape[1] // key.shape[1]
         spread = _spread_heads(query, key, value, self.group.size)

@@ -7,14 +7,15 @@ mixes positions in another way, shows as a difference.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl.distributed import collectives
-from rl.errors import UserError
 from rl.layers import truncated_layers
 from rl.learner.context_parallel import ContextParallel
 from rl.learner.layout_probe import (
@@ -24,6 +25,7 @@ from rl.learner.layout_probe import (
     preserve_state,
 )
 from rl.learner.packing import PackedBatch, collate, make_units
+from rl.learner.varlen_attention import VarlenAttention
 from rl.models import (
     get_vocab_size,
     skip_packing_search,
@@ -32,25 +34,48 @@ from rl.models import (
 )
 
 
-def check_on_all_ranks(
-    model: Any | None, parallel: ContextParallel, layouts: Collection[str], name: str
-) -> None:
-    """Raise UserError on every rank if a group computes other hidden states than a single rank.
+def find_group_fault_on_all_ranks(
+    model: Any | None,
+    parallel: ContextParallel,
+    layouts: Collection[str],
+    varlen: VarlenAttention | None,
+) -> str | None:
+    """Return, on every rank, how the hidden states of a group differ from those of a single rank;
+    None if they agree.
 
-    `model`: None on the ranks of a group that does not check.
+    `model`: None on the ranks of a group that does not check. `varlen`: set if attention takes the
+    lengths of sequences.
     """
-    fault = None if model is None else _find_fault(model, parallel, layouts)
+    fault = None if model is None else _find_fault(model, parallel, layouts, varlen)
     faults = torch.tensor([0.0 if fault is None else 1.0], device=parallel.device)
     collectives.all_sum_([faults])
-    if float(faults):
-        raise UserError(
-            f"context_parallel_size {parallel.group.size} is not exact for {name}: "
-            f"{fault or 'another rank reported this fault'}. Its attention has to use the "
-            "AttentionInterface of transformers. Set it to 1"
-        )
+    return (fault or "another rank reported this fault") if float(faults) else None
 
 
-def _find_fault(model: Any, parallel: ContextParallel, layouts: Collection[str]) -> str | None:
+def attend_batch(
+    model: Any,
+    batch: PackedBatch,
+    varlen: VarlenAttention | None,
+    parallel: ContextParallel | None,
+) -> AbstractContextManager[None]:
+    """Return a context of a batch's forward and backward, in which attention takes the lengths of
+    its sequences (if it has bounds) and the ranks of a group compute it together (if they share
+    it).
+    """
+    if parallel is None or batch.shard is None:
+        return contextlib.nullcontext() if varlen is None else varlen.use(model, batch.bounds)
+    attend = None
+    if varlen is not None and batch.bounds is not None:
+        attend = functools.partial(varlen.attend_row, batch.bounds)
+    return parallel.split_attention(unwrap_model(model), batch.shard, attend)
+
+
+def _find_fault(
+    model: Any,
+    parallel: ContextParallel,
+    layouts: Collection[str],
+    varlen: VarlenAttention | None,
+) -> str | None:
     """Return the difference between a group and a single rank, None if they agree."""
     sequences = ProbeSequences.make(get_vocab_size(unwrap_model(model)), 0).datums
     device = next(model.parameters()).device
@@ -63,12 +88,13 @@ def _find_fault(model: Any, parallel: ContextParallel, layouts: Collection[str])
         for layout in sorted(layouts):
             units = make_units(sequences, layout, 10**6)
             plain, shared = (
-                collate(sequences, units, layout, device, group) for group in (None, parallel.group)
+                collate(sequences, units, layout, device, group, varlen=varlen is not None)
+                for group in (None, parallel.group)
             )
-            expected = _run(model, parallel, plain)
+            expected = _run(model, parallel, plain, varlen)
             # Every rank of the group finishes all layouts: otherwise the others would wait.
             try:
-                states = _run(model, parallel, shared)
+                states = _run(model, parallel, shared, varlen)
             except (RuntimeError, ValueError, TypeError, AttributeError) as error:
                 if collectives.is_communication_error(error):
                     raise
@@ -80,7 +106,9 @@ def _find_fault(model: Any, parallel: ContextParallel, layouts: Collection[str])
     return fault
 
 
-def _run(model: Any, parallel: ContextParallel, batch: PackedBatch) -> Tensor:
+def _run(
+    model: Any, parallel: ContextParallel, batch: PackedBatch, varlen: VarlenAttention | None
+) -> Tensor:
     """Return the hidden states [T, D] of a batch, which the group shares if it has a shard."""
     shard = batch.shard
     source = batch if shard is None else shard
@@ -88,10 +116,7 @@ def _run(model: Any, parallel: ContextParallel, batch: PackedBatch) -> Tensor:
     head = inner.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda module, args: states.append(args[0]))
     try:
-        with contextlib.ExitStack() as stack:
-            if shard is not None:
-                stack.enter_context(parallel.split_attention(inner, shard))
-            stack.enter_context(skip_packing_search(batch.sequences))
+        with attend_batch(model, batch, varlen, parallel), skip_packing_search(batch.sequences):
             model(**batch.make_model_inputs(model), use_cache=False)
     finally:
         hook.remove()

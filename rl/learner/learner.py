@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +34,7 @@ from rl.learner.backend import (
 )
 from rl.learner.backend_factory import make_backend
 from rl.learner.context_parallel import ContextParallel, check_divisible
-from rl.learner.context_parallel_probe import check_on_all_ranks
+from rl.learner.context_parallel_probe import attend_batch, find_group_fault_on_all_ranks
 from rl.learner.expert_parallel import ExpertGroup, check_experts
 from rl.learner.frozen_base import convert_frozen_
 from rl.learner.head_memory import choose_kept_bytes
@@ -288,10 +288,14 @@ class Learner:
             training=training,
             device=self.accelerator.device,
         )
-        if self.context_parallel is None and not self.uses_flash_attention:
+        if not self.uses_flash_attention:
             self.varlen = make_varlen_attention(self.model, self.accelerator, self.settings.varlen)
         faults = probe(varlen=self.varlen)
-        if self.varlen is not None and (candidates[1] in faults or not self.varlen.kernel_agrees()):
+        if self.varlen is not None and (
+            candidates[1] in faults
+            or self._find_group_fault(model, set(candidates) - faults.keys())
+            or not self.varlen.kernel_agrees()  # last: for the heads of a rank of the group too
+        ):
             self.varlen = None
             faults = probe()
         kind = type(unwrap_model(self.model)).__name__
@@ -315,8 +319,21 @@ class Learner:
                 "training mode (and lower token_budget, if memory is short)"
             )
         self.layouts = set(candidates) - faults.keys()
-        if self.context_parallel is not None:
-            check_on_all_ranks(model, self.context_parallel, self.layouts, self.loaded.name)
+        if self.varlen is None and (fault := self._find_group_fault(model, self.layouts)):
+            raise UserError(
+                f"context_parallel_size {self.settings.context_parallel_size} is not exact for "
+                f"{self.loaded.name}: {fault}. Its attention has to use the AttentionInterface of "
+                "transformers. Set it to 1"
+            )
+
+    def _find_group_fault(self, model: Any | None, layouts: Collection[str]) -> str | None:
+        """Return how a group of ranks differs from a single rank, on all ranks; None: it does not,
+        or there is no group.
+        """
+        parallel = self.context_parallel
+        if parallel is None:
+            return None
+        return find_group_fault_on_all_ranks(model, parallel, layouts, self.varlen)
 
     # ---------------------------------------------------------------------------- forward, backward
 
@@ -433,10 +450,7 @@ class Learner:
             contextlib.nullcontext() if use_adapters else self.model.disable_adapter(),
             self.backend.micro_batch(),
             replaying as replay,
-            self._split_attention(batch),
-            contextlib.nullcontext()
-            if self.varlen is None
-            else self.varlen.use(self.model, batch.bounds),
+            attend_batch(self.model, batch, self.varlen, self.context_parallel),
         ):
             with record_function("whetstone/forward"):
                 value, token_outputs, metrics = self._forward(
@@ -572,12 +586,6 @@ class Learner:
         share them, only the first does.
         """
         return self.context_parallel is None or self.context_parallel.group.rank == 0
-
-    def _split_attention(self, batch: PackedBatch) -> AbstractContextManager[None]:
-        """Return a context in which the ranks that share the batch compute attention together."""
-        if self.context_parallel is None or batch.shard is None:
-            return contextlib.nullcontext()
-        return self.context_parallel.split_attention(unwrap_model(self.model), batch.shard)
 
     def _gather_tokens(
         self, part: tuple[Tensor | None, ...], batch: PackedBatch

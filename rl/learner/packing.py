@@ -307,7 +307,7 @@ def collate(
     if group is not None:
         arrays = _pad_for_ranks((input_ids, position_ids, segments, token_index), group.size)
         input_ids, position_ids, segments, token_index = arrays
-        packed = lengths if layout == "packed" else None
+        packed = lengths if layout == "packed" and row is None else None
         shard, local_tokens = make_shard(input_ids, position_ids, token_index, packed, group, put)
     searches = layout == "packed" and row is None and group is None
     return PackedBatch(
@@ -322,7 +322,7 @@ def collate(
         experts=put(_lay_out_experts(selected, input_ids.size, token_index)),
         images=images,
         shard=shard,
-        bounds=None if row is None else row.make_bounds(put),
+        bounds=None if row is None else row.make_bounds(put, input_ids.size - row.input_ids.size),
         sequences=put(_number_sequences(lengths)) if searches else None,
         gradient_tokens=put(_find_gradient_tokens(fields, select_tokens, local_tokens)),
     )

@@ -62,15 +62,21 @@ class RowLayout:
     query_lengths: list[int]
     keys: list[np.ndarray]
 
-    def make_bounds(self, put: Callable[[np.ndarray], Tensor]) -> SequenceBounds:
-        """Return the bounds. `put`: copies an array to the device."""
-        key_lengths = [len(keys) for keys in self.keys]
+    def make_bounds(self, put: Callable[[np.ndarray], Tensor], padding: int = 0) -> SequenceBounds:
+        """Return the bounds. `put`: copies an array to the device. `padding`: number of positions
+        appended to the row, which are a sequence.
+        """
+        end, query_lengths, keys = self.input_ids.size, self.query_lengths, self.keys
+        if padding:
+            query_lengths = [*query_lengths, padding]
+            keys = [*keys, np.arange(end, end + padding)]
+        key_lengths = [len(indices) for indices in keys]
         cu_queries, cu_keys = (
             put(np.cumsum([0, *lengths]).astype(np.int32))
-            for lengths in (self.query_lengths, key_lengths)
+            for lengths in (query_lengths, key_lengths)
         )
-        index = None if self.token_index is None else put(np.concatenate(self.keys))
-        return SequenceBounds(self.query_lengths, key_lengths, cu_queries, cu_keys, index)
+        index = None if self.token_index is None else put(np.concatenate(keys))
+        return SequenceBounds(query_lengths, key_lengths, cu_queries, cu_keys, index)
 
 
 def lay_out_row(units: Sequence[tuple[int, Sequence[np.ndarray]]]) -> RowLayout:
@@ -273,11 +279,11 @@ class VarlenAttention:
             return contextlib.nullcontext()
         return replace_attention(
             model,
-            lambda before, *args, **kwargs: self._attend(bounds, *args, **kwargs),
+            lambda before, *args, **kwargs: self.attend_row(bounds, *args, **kwargs),
             lambda before, *args, **kwargs: None,
         )
 
-    def _attend(
+    def attend_row(
         self,
         bounds: SequenceBounds,
         module: Any,
@@ -291,7 +297,7 @@ class VarlenAttention:
         sliding_window: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Return attention's output [1, T, H, D]; the inputs are [1, H, T, D].
+        """Return attention's output [1, T, H, D] of a layer; the inputs are [1, H, T, D].
 
         Raises ValueError for attention that is not plainly causal.
         """

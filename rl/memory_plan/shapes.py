@@ -82,7 +82,7 @@ class MicroBatch:
 
     `masked`: an explicit attention mask, see packing. `ranks`: number of ranks that share the
     sequences, of which this rank holds `length` positions each (rl.learner.context_parallel).
-    `keys`, `sequences`: numbers of the sequences of a row and of their keys
+    `keys`, `sequences`: numbers of the sequences of a row, of all ranks, and of their keys
     (rl.learner.varlen_attention); 0: attention does not take the lengths of sequences.
     """
 
@@ -97,7 +97,11 @@ class MicroBatch:
     def divide(self, ranks: int) -> MicroBatch:
         """Return the part of a rank, if `ranks` ranks share the sequences."""
         length, tokens = -(-self.length // ranks), -(-self.tokens // ranks)
-        return replace(self, length=length, tokens=tokens, ranks=ranks)
+        part = replace(self, length=length, tokens=tokens, ranks=ranks)
+        padding = length * ranks - self.length
+        if self.keys and padding:  # is a sequence
+            part = replace(part, keys=self.keys + padding, sequences=self.sequences + 1)
+        return part
 
 
 @dataclass(frozen=True)

@@ -253,9 +253,9 @@ class ModelSkeleton:
             return 0
         shape = self.shape
         size = 2 if config.autocast else config.dtype.itemsize
-        queries = 4 * (batch.length + 128 * batch.sequences)
+        queries = 4 * (batch.length * batch.ranks + 128 * batch.sequences)
         keys = 2 * size * batch.keys if shape.heads > shape.key_heads else 0
-        return (queries + keys) * shape.heads * shape.head_width
+        return (queries + keys) * -(-shape.heads // batch.ranks) * shape.head_width
 
     def _op_bytes(self, model: Any, batch: MicroBatch, config: ComputeConfig) -> int:
         """Return the bytes inside linear_logprob, which the tracker cannot see: hidden states in
@@ -286,20 +286,22 @@ class _AbsentRanks:
 def _batch_attention(
     model: Any, batch: MicroBatch, ids: Tensor
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the ranks of the batch share attention, or in which attention takes
-    the lengths of sequences.
+    """Return a context in which the ranks of the batch share attention, and in which attention
+    takes the lengths of sequences if the batch has keys.
     """
+    index, size = None, batch.length * batch.ranks
+    if batch.keys != size:  # otherwise the keys are those of the queries
+        index = torch.zeros(batch.keys, dtype=torch.int64)
+    ends = torch.zeros(2, dtype=torch.int32)
+    bounds = SequenceBounds([size], [batch.keys], ends, ends, index) if batch.keys else None
+    varlen = VarlenAttention(attend_by_kernel)
     if batch.ranks == 1:
-        index = None  # the keys are those of the queries
-        if batch.keys != batch.length:
-            index = torch.zeros(batch.keys, dtype=torch.int64)
-        ends = torch.zeros(2, dtype=torch.int32)
-        bounds = SequenceBounds([batch.length], [batch.keys], ends, ends, index)
-        return VarlenAttention(attend_by_kernel).use(model, bounds if batch.keys else None)
+        return varlen.use(model, bounds)
     group: Any = _AbsentRanks(batch.ranks)
     positions = ids.repeat(1, batch.ranks)
     shard = SequenceShard(ids, ids, positions, None, ids, ids, ids)
-    return ContextParallel(group, ids.device).split_attention(model, shard)
+    attend = None if bounds is None else functools.partial(varlen.attend_row, bounds)
+    return ContextParallel(group, ids.device).split_attention(model, shard, attend)
 
 
 @functools.cache

@@ -278,7 +278,6 @@ def _compute_step_work(
     answers = 2 if "rejected" in method.reads else group
     if shape.max_context is not None:
         prompt = max(1, min(prompt, shape.max_context - sampling.max_tokens))
-    uses_varlen = shape.varlen and launch.cuda and launch.bf16 and optim.context_parallel_size == 1
     batch = largest_micro_batch(
         groups=max(1, loop.batch_size // optim.num_substeps),
         group=answers,
@@ -288,7 +287,7 @@ def _compute_step_work(
         layout="padded" if shape.windowed and optim.layout == "auto" else optim.layout,
         world=launch.world // optim.context_parallel_size,
         hidden=shape.hidden,
-        varlen=uses_varlen,
+        varlen=shape.varlen and launch.cuda and launch.bf16,
     ).divide(optim.context_parallel_size)
     limits = {
         "prompt": prompt,

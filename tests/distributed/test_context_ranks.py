@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from context_ranks_case import CASES, MODELS, REFUSED
+from context_ranks_case import BY_LENGTHS, CASES, MODELS, REFUSED
 from test_distributed import case_on_ranks, run_launch
 from tiny_models import tiny_model
 
@@ -59,6 +59,8 @@ def test_a_group_computes_what_one_process_computes(
     assert "is not exact for" in result.pop(REFUSED)
     for name, got in result.items():
         expected = one_process[name]
+        assert got["by lengths"] == (BY_LENGTHS in name and "eager" not in name), name
+        assert not expected["by lengths"]
         (gradients, norm), (shared, shared_norm) = expected["gradient"], got["gradient"]
         assert gradients.keys() == shared.keys() and norm > 0
         assert shared_norm == pytest.approx(norm, rel=BOUND), name
