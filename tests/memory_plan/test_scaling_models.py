@@ -311,17 +311,18 @@ MIXTURE = Qwen3MoeConfig(
 )  # fmt: skip
 
 
-def count_bytes(folder, model_config, launch, world, micro_batches, expert_size):
-    """Return (the model's shape, mean bytes of a rank by collective, class of the wrapped model)."""
+def count_bytes(
+    folder, model_config, launch, world, micro_batches, expert_size, local=1, options=()
+):
+    """Return (the model's shape, the content of traffic_case.py's file)."""
     AutoModelForCausalLM.from_config(model_config).save_pretrained(folder / "model")
-    words = folder / "model", folder / "out.json", micro_batches, expert_size
-    zero3 = ("--deepspeed_config_file", str(REPO / "ds_configs" / "zero3.json"))
-    options = zero3 if launch == "zero3" else ()
+    words = folder / "model", folder / "out.json", micro_batches, expert_size, local
+    if launch == "zero3" and not options:
+        options = ("--deepspeed_config_file", str(REPO / "ds_configs" / "zero3.json"))
     script = "tests/traffic_case.py"
     run_launch(launch, folder, *words, script=script, processes=world, options=options)
     result = json.loads((folder / "out.json").read_text())
-    shape = ModelSkeleton(str(folder / "model"), None, None).shape
-    return shape, result["bytes"], result["wrapped"]
+    return ModelSkeleton(str(folder / "model"), None, None).shape, result
 
 
 def check_bytes(sent, modelled):
@@ -334,16 +335,57 @@ def check_bytes(sent, modelled):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launch",
-    ["ddp", "zero3", *(pytest.param(f"zero{n}", marks=pytest.mark.campaign) for n in (1, 2))],
+    ["ddp", "zero0", "zero3"]
+    + [pytest.param(f"zero{n}", marks=pytest.mark.campaign) for n in (1, 2)],
 )
 def test_modelled_traffic_is_what_two_processes_send(launch, tmp_path):
-    shape, sent, wrapped = count_bytes(tmp_path, DENSE, launch, 2, 2, 0)
-    assert (wrapped == "DeepSpeedEngine") == (launch != "ddp")
-    sharding = Sharding() if launch == "ddp" else ZeroSharding(stage=int(launch[-1]))
+    options = ()
+    if launch == "zero0":  # none of the project's configs
+        (tmp_path / "zero0.json").write_text(json.dumps({"zero_optimization": {"stage": 0}}))
+        options = ("--deepspeed_config_file", str(tmp_path / "zero0.json"))
+    config = "zero1" if launch == "zero0" else launch
+    shape, result = count_bytes(tmp_path, DENSE, config, 2, 2, 0, options=options)
+    assert (result["wrapped"] == "DeepSpeedEngine") == (launch != "ddp")
+    # stage 0 sums each gradient once, as data parallelism does
+    replicated = launch in ("ddp", "zero0")
+    sharding = Sharding() if replicated else ZeroSharding(stage=int(launch[-1]))
     payload = scaling.payload(
         shape, LaunchShape(cuda=False, bf16=False, world=2, sharding=sharding), 2
     )
-    check_bytes(sent, {k: scaling.on_the_wire({k: count}, 2) for k, count in payload.items()})
+    expected = {k: scaling.on_the_wire({k: count}, 2) for k, count in payload.items()}
+    check_bytes(result["bytes"], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launch", ["hpz", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("hsdp", "all"))]
+)
+def test_weights_cross_machines_as_documented(launch, tmp_path):
+    """Four processes are two machines of two; a step has three micro-batches. With hpz the first
+    forward alone gathers from all machines, with ZeRO-3 over all ranks every forward and backward,
+    and with HSDP none.
+    """
+    micro_batches = 3
+    if launch == "hsdp":
+        options = ("--num_machines", "1", "--parallelism_config_dp_shard_size", "2")
+        shape, result = count_bytes(tmp_path, DENSE, "hsdp", 4, micro_batches, 0, 2, options)
+    else:
+        name = "zero3_hpz" if launch == "hpz" else "zero3"
+        content = json.loads((REPO / "ds_configs" / f"{name}.json").read_text())
+        zero = content["zero_optimization"] | {"stage3_param_persistence_threshold": 0}
+        if launch == "hpz":
+            assert zero["zero_hpz_partition_size"] == "auto"
+            zero["zero_hpz_partition_size"] = 2
+        (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": zero}))
+        options = ("--deepspeed_config_file", str(tmp_path / "zero.json"))
+        shape, result = count_bytes(tmp_path, DENSE, "zero3", 4, micro_batches, 0, 2, options)
+    print(launch, shape.parameters, result)
+    size = 4 * shape.parameters
+    gathered = {"hpz": 1, "all": 2 * micro_batches, "hsdp": 0}[launch]
+    # The snapshot for the sampler gathers all weights once.
+    snapshot = 0 if launch == "hsdp" else 1
+    sent = result["crossing"].get("all_gather", 0.0)
+    assert sent == pytest.approx((gathered + snapshot) * size * 3 / 4, rel=2e-2)
 
 
 @pytest.mark.slow
@@ -352,5 +394,7 @@ def test_modelled_traffic_is_what_two_processes_send(launch, tmp_path):
     [(2, 2), *(pytest.param(*n, marks=pytest.mark.campaign) for n in ((2, 1), (4, 2)))],
 )
 def test_modelled_traffic_of_experts_is_what_processes_send(world, size, tmp_path):
-    shape, sent, _ = count_bytes(tmp_path, MIXTURE, "fsdp2", world, 1, size)
-    check_bytes(sent, scaling.expert_traffic(shape, world, size, ROWS * LENGTH, recomputes=False))
+    shape, result = count_bytes(tmp_path, MIXTURE, "fsdp2", world, 1, size)
+    check_bytes(
+        result["bytes"], scaling.expert_traffic(shape, world, size, ROWS * LENGTH, recomputes=False)
+    )
