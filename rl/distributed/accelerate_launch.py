@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -180,9 +181,13 @@ def _num_launched_processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _num_local_processes() -> int:
-    """Return the number of processes of this launch on this machine, the same on all machines."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", _num_launched_processes()))
+def _max_row_size() -> int:
+    """Return the largest number of consecutive ranks in rows that each lie in one machine.
+
+    Every machine has the same number of processes, but the last may all sample instead of learn.
+    """
+    processes = _num_launched_processes()
+    return math.gcd(processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
 
 
 def _check_environment(processes: int) -> None:
@@ -259,12 +264,6 @@ def _make_deepspeed_accelerator(
         # DeepSpeed would make the groups of zero_hpz_partition_size ranks at each engine, which
         # fails at the second.
         size = plugin.deepspeed_config["zero_optimization"].get("zero_hpz_partition_size") or 1
-        if _num_local_processes() % size:
-            raise UserError(
-                f"zero_hpz_partition_size is {size}, which does not divide the "
-                f"{_num_local_processes()} processes of a machine, so weights would be gathered "
-                'between machines: set it to "auto", the processes of a machine'
-            )
         if size > 1:
             groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = collectives.new_row_group(
                 size, timeout_seconds
@@ -327,8 +326,9 @@ def make_engine_config(user_config: Mapping[str, Any], *, bf16: bool) -> dict[st
     """Return a DeepSpeed config for the learner; `user_config`: the user's config, with its ZeRO
     settings.
 
-    "auto" values are left to DeepSpeed, except zero_hpz_partition_size: the processes of a machine
-    if there are several machines. Raises UserError for a setting that the learner controls.
+    "auto" values are left to DeepSpeed, except zero_hpz_partition_size of stage 3: the processes of
+    a machine if there are several machines. Raises UserError for a setting that the learner
+    controls.
     """
     config = _copy_without_auto(user_config)
     config.pop("comment", None)
@@ -350,13 +350,18 @@ def make_engine_config(user_config: Mapping[str, Any], *, bf16: bool) -> dict[st
             "ZeRO stage 0 would sum gradients in bf16: use accelerate_configs/ddp.yaml, which "
             "does not shard either"
         )
-    if user_config.get("zero_optimization", {}).get("zero_hpz_partition_size") == "auto":
-        local = _num_local_processes()
-        zero["zero_hpz_partition_size"] = local if local < _num_launched_processes() else 1
+    row, requested = _max_row_size(), user_config.get("zero_optimization", {})
+    if requested.get("zero_hpz_partition_size") == "auto" and stage == 3:
+        zero["zero_hpz_partition_size"] = row if row < _num_launched_processes() else 1
     if (hpz := zero.get("zero_hpz_partition_size") or 1) > 1 and stage != 3:
         raise UserError(
             f"zero_hpz_partition_size is {hpz}, which needs ZeRO stage 3 and the config sets "
             f"{stage}: leave it out"
+        )
+    if row % hpz:
+        raise UserError(
+            f"zero_hpz_partition_size is {hpz}, but at most {row} consecutive ranks share a "
+            'machine, so weights would be gathered between machines: set it to "auto"'
         )
     if stage != 2 and zero.setdefault("overlap_comm", False):
         raise UserError(

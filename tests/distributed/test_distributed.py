@@ -33,7 +33,7 @@ from rank_server import Launch, Ranks, make_launch_environment, shared_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rl.distributed import ZeroSharding, get_launch_sharding, make_accelerator
+from rl.distributed import make_accelerator
 from rl.errors import UserError
 from rl.models import load_model
 from rl.types import Datum, LoraConfig
@@ -569,21 +569,6 @@ def test_a_mac_computes_on_its_cpu(monkeypatch):
     for kind in (state.PartialState, state.AcceleratorState):
         monkeypatch.setattr(kind, "_shared_state", {})
     assert make_accelerator(bf16=False).device.type == "cpu"
-
-
-@pytest.mark.parametrize(("stage", "size", "fits"), [(3, 2, True), (2, 2, False)])
-def test_a_second_copy_of_the_weights_needs_stage_3(monkeypatch, tmp_path, stage, size, fits):
-    (tmp_path / "zero.json").write_text(
-        json.dumps({"zero_optimization": {"stage": stage, "zero_hpz_partition_size": size}})
-    )
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "zero.json"))
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    if fits:
-        assert get_launch_sharding() == ZeroSharding(stage=stage, hpz=size)
-    else:
-        with pytest.raises(UserError, match="zero_hpz_partition_size is"):
-            get_launch_sharding()
 
 
 @pytest.mark.parametrize("start", ["tied", "lora_tied"])

@@ -4,7 +4,9 @@ or the launcher is killed. Each case ends within a bound and names its cause.
 
 import contextlib
 import dataclasses
+import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -15,7 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rank_server import TAG, make_launch_command, shared_ranks
+from rank_server import TAG, make_launch_command, make_launch_environment, shared_ranks
 from test_run import write
 
 from rl.config import CHANGEABLE_OPTIONS, diff_configs
@@ -288,6 +290,64 @@ def test_a_deepspeed_config_is_found_from_any_folder(tmp_path, monkeypatch):
         monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "mine.json")
         with pytest.raises(UserError, match="the DeepSpeed config mine.json is "):
             get_launch_sharding()
+
+
+def sharding_of(monkeypatch, tmp_path, *, local="8", world="16", **zero):
+    """Return the sharding of a DeepSpeed config on machines with `local` processes."""
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": zero}))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "zero.json"))
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    return get_launch_sharding()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_overlap_comm_is_refused_except_at_stage_2(stage, monkeypatch, tmp_path):
+    with pytest.raises(UserError, match=f"overlap_comm works only at ZeRO stage 2.* stage {stage}"):
+        sharding_of(monkeypatch, tmp_path, stage=stage, overlap_comm=True)
+    for value in (False, "auto"):
+        sharding = sharding_of(monkeypatch, tmp_path, stage=stage, overlap_comm=value)
+        assert sharding == ZeroSharding(stage=stage)
+    assert sharding_of(monkeypatch, tmp_path, stage=2, overlap_comm=True) == ZeroSharding(stage=2)
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "size", "rows"),
+    [
+        ("4", "4", 2, 2),
+        ("16", "8", 8, 8),
+        ("16", "8", "auto", 8),
+        ("8", "4", "auto", 4),
+        ("12", "8", "auto", 4),  # the last four of two machines sample
+        ("8", "8", "auto", 1),  # a single machine needs no second copy
+        ("1", "1", "auto", 1),
+    ],
+)
+def test_rows_of_a_second_copy_lie_inside_machines(world, local, size, rows, monkeypatch, tmp_path):
+    zero = {"stage": 3, "zero_hpz_partition_size": size}
+    sharding = sharding_of(monkeypatch, tmp_path, local=local, world=world, **zero)
+    assert sharding == ZeroSharding(stage=3, hpz=rows)
+
+
+@pytest.mark.parametrize(("world", "local", "stage", "size"), [("8", "4", 3, 8), ("16", "8", 2, 8)])
+def test_other_rows_are_refused(world, local, stage, size, monkeypatch, tmp_path):
+    zero = {"stage": stage, "zero_hpz_partition_size": size}
+    with pytest.raises(UserError, match=f"zero_hpz_partition_size is {size}, "):
+        sharding_of(monkeypatch, tmp_path, local=local, world=world, **zero)
+
+
+def test_the_default_of_several_machines_gathers_inside_them(monkeypatch):
+    """The config of slurm/many_nodes.sbatch."""
+    script = (REPO / "slurm/many_nodes.sbatch").read_text()
+    (name,) = re.findall(r"accelerate_configs/(\w+)\.yaml", script)
+    file = REPO / f"accelerate_configs/{name}.yaml"
+    options = ("--config_file", str(file), "--machine_rank", "1", "--num_processes", "8")
+    for key, value in make_launch_environment(*options).items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert get_launch_sharding() == ZeroSharding(stage=3, hpz=4)
 
 
 # ------------------------------------------------------------------------------------ two processes
