@@ -464,21 +464,30 @@ def test_the_trace_finds_what_is_known(tmp_path):
     assert casts == 2 * 2 * (512 * 64 * 4 * 8 + 3 * 512 * 1536)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("checkpointing, layers", [(False, 2), (True, 1)])
-def test_the_trace_holds_the_keys_of_sequences_and_no_mask(checkpointing, layers, tmp_path):
+def test_the_trace_holds_the_keys_of_sequences_and_no_mask(checkpointing, layers, ranks, tmp_path):
+    """A rank of a group has its heads of all keys, here of `ranks` times as many."""
     skeleton = ModelSkeleton(folder_of({**MODEL, "num_hidden_layers": 2}, tmp_path), None, None)
     assert skeleton.shape.varlen
     config = ComputeConfig(autocast=True, cuda=True, checkpointing=checkpointing)
 
-    def trace(**fields) -> float:
-        batch = MicroBatch(1, 2048, 4096, **fields)
-        return skeleton.measure_micro_batch(batch, config).activations
+    def trace(keys: int = 0, **fields) -> float:
+        batch = MicroBatch(1, 2048 * ranks, 4096 * ranks, keys=keys * ranks, **fields)
+        return skeleton.measure_micro_batch(batch.divide(ranks), config).activations
 
     # keys and values of 8 heads of 64 in bf16, of the layers that hold their inputs
     more = 2048 * 2 * 8 * 64 * 2 * layers
     assert trace(keys=6144) - trace(keys=4096) == more
     # the kernel rounds each sequence up to 128 positions of fp32 gradients
-    assert trace(keys=4096, sequences=3) - trace(keys=4096) == 3 * 128 * 8 * 64 * 4
+    assert trace(keys=4096, sequences=3) - trace(keys=4096) == 3 * 128 * 8 // ranks * 64 * 4
+    assert trace(keys=2048) < trace(masked=True)
+
+
+def test_padding_that_ranks_add_to_a_row_is_a_sequence():
+    batch = MicroBatch(1, 100, 90, keys=120, sequences=4)
+    assert batch.divide(3) == MicroBatch(1, 34, 30, ranks=3, keys=122, sequences=5)
+    assert batch.divide(2) == MicroBatch(1, 50, 45, ranks=2, keys=120, sequences=4)
 
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48}
