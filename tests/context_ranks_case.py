@@ -84,15 +84,12 @@ for name in (
     "packed, gspo, lora",
     "packed, cross_entropy, checkpointing",
     "shared, dpo",
-    "packed, ppo, experts",
-    "packed, values",
     "packed, ppo, eager attention",
 ):
     case = CASES[name]
     CASES[name + BY_LENGTHS] = replace(case, settings={**case.settings, "varlen": True})
 CASES |= {
     "shared, ppo, windows, by lengths": Case("window", "ppo", {**SHARED, "varlen": True}),
-    "shared, ppo, uneven heads, by lengths": Case("uneven", "ppo", {**SHARED, "varlen": True}),
     "auto, ppo, three heads, by lengths": Case(
         "three", "ppo", {"token_budget": 60, "varlen": True, "gradient_checkpointing": True}
     ),
