@@ -142,19 +142,20 @@ with ServiceClient(settings=settings) as service:
 """
 
 
-def test_the_bytes_of_a_service_are_those_of_the_weights_and_a_little_more():
+@pytest.mark.parametrize(("settings", "width"), [("", 4), ('dtype="bf16"', 2)])
+def test_the_bytes_of_a_service_are_those_of_the_weights_and_a_little_more(settings, width):
     """The payloads are every weight once, in the sampler's dtype. The verbs take less than 1 kB for a
     chunk, and a manifest.
     """
     from rl.models import load_model
 
     weights = sum(p.numel() for p in load_model("tiny:addition", seed=0).model.parameters())
-    chunks = -(-4 * weights // 2**16)
-    output = run_ranks(SERVICE.replace("SETTINGS", ""))[0]
+    chunks = -(-width * weights // 2**16)
+    output = run_ranks(SERVICE.replace("SETTINGS", settings))[0]
     lines = [line.split()[1:] for line in output.splitlines() if line.startswith("sent ")]
     assert [int(version) for version, *_ in lines] == [0, 1, 2], output
     for _, payload, verbs in lines:
-        assert int(payload) == 4 * weights
+        assert int(payload) == width * weights
         assert 0 < int(verbs) < 1000 * chunks + 20_000
 
 
