@@ -11,7 +11,7 @@ A part that fails, runs out of memory or time, or cannot run is recorded as a ro
 parts continue; so are peers that are not installed. With --dry, each part's code runs as far as it
 can without a GPU. No network is needed.
 
-docs/gpu.md explains the four files of the output folder. gpu.csv grows while a part runs, so a
+docs/gpu.md explains the three files of the output folder. gpu.csv grows while a part runs, so a
 killed run keeps its rows. With --part, the other parts keep what an earlier run wrote to the folder.
 """
 
@@ -31,7 +31,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 # Replace this folder on sys.path by the repository: bench/kernels.py would shadow the package
@@ -50,20 +50,20 @@ ARCHIVE_BYTES = 15 << 20  # of the files in an archive: machines return no file 
 # part that hangs does not use up all of the time.
 PARTS = {
     "floors": (25, "the limits of this GPU: a large product, a large copy, an empty launch"),
+    "compile": (35, "the kernels' variants, compiled in parallel for the parts that run them"),
     "tests": (89, "tests marked gpu, the kernels' first"),
-    "compile": (35, "the kernels' variants, compiled in parallel for the parts that time them"),
     "agreement": (18, "sampler against learner in bf16 and in float32"),
-    "step": (58, "a GRPO step, LoRA and full: samples per second, time by part, profile"),
-    "decode": (101, "decode tokens per second, full weights and LoRA, beside other libraries"),
+    "step": (68, "a GRPO step, LoRA and full: samples per second, time by part, profile"),
+    "decode": (62, "decode tokens per second, full weights and LoRA"),
     "host": (30, "the share of a decode step in which the GPU waits for the host"),
-    "kernels": (50, "linear_logprob beside torch, torch.compile, Liger, cut-cross-entropy"),
+    "kernels": (32, "linear_logprob, token_logprob and policy_loss beside their floors"),
     "learner": (30, "learner tokens per second; peak memory against --plan"),
+    "peers": (57, "kernels and decode by torch, Liger, cut-cross-entropy, transformers, vLLM"),
     "branches": (30, "what the device's checks chose; the kernels of both branches, TFLOP/s"),
     "pages": (18, "attention over pages: ours and torch's varlen attention (pytorch#194167)"),
     "group": (14, "a group of 16 on a prompt of 4,096 tokens"),
     "draw": (12, "a token from hidden states, without logits, beside today's path"),
     "sharded": (20, "ZeRO-3 and offload on one GPU"),
-    "trace": (10, "profiles of a call of each engine and of a learner step"),
 }
 MODULES = ("gpu_kernels", "gpu_compile", "gpu_decode", "gpu_models", "gpu_runs")
 CANNOT = (NotImplementedError, ModuleNotFoundError)  # missing in the device or the installation
@@ -82,6 +82,8 @@ class Table:
         self, case: str, provider: str, metric: str, value: Any, unit: str = "", floor: Any = "",
         note: str = "",
     ) -> None:  # fmt: skip
+        if floor != floor:  # not a number
+            floor, note = "", f"{note}, floor not measured".removeprefix(", ")
         cells = [self.part, case, provider, metric, value, unit, floor, note]
         cells = [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells]
         with self.path.open("a", newline="") as file:
@@ -192,41 +194,49 @@ def merge_rows(output: Path, folder: Path) -> list[dict[str, str]]:
 
 def collect(output: Path, folder: Path) -> list[dict[str, str]]:
     """Merge the rows of all parts into gpu.csv and return them. Put the parts' files into
-    parts.tar.gz and the traces into traces.tar, in each the smallest first, up to ARCHIVE_BYTES.
+    parts.tar, logs and tables before traces, the smallest first, up to ARCHIVE_BYTES. A file that
+    does not fit is named in left_out.txt there.
     """
-    traces = set(folder.glob("*.json.gz"))
-    others = set(folder.iterdir()) - traces
-    for name, mode, paths in (("traces.tar", "w", traces), ("parts.tar.gz", "w:gz", others)):
-        remaining = ARCHIVE_BYTES
-        with archive_at(output / name, mode) as archive:
-            for path in sorted(paths, key=lambda path: (path.stat().st_size, path.name)):
-                remaining -= path.stat().st_size
-                if remaining >= 0:
-                    archive.add(path, f"parts/{path.name}")
+    left_out, remaining = folder / "left_out.txt", ARCHIVE_BYTES
+    left_out.unlink(missing_ok=True)
+
+    def order(path: Path) -> tuple[bool, int, str]:
+        return path.suffix == ".gz", path.stat().st_size, path.name
+
+    with archive_at(output / "parts.tar") as archive:
+        for path in sorted(folder.iterdir(), key=order):
+            size = -(-path.stat().st_size // 512) * 512 + 1024  # in the archive
+            if size <= remaining:
+                archive.add(path, f"parts/{path.name}")
+                remaining -= size
+            else:
+                with left_out.open("a") as file:
+                    file.write(f"{path.name}: {size} bytes\n")
+        if left_out.exists():
+            archive.add(left_out, f"parts/{left_out.name}")
     return merge_rows(output, folder)
 
 
 @contextmanager
-def archive_at(path: Path, mode: Literal["w", "w:gz"]) -> Iterator[tarfile.TarFile]:
+def archive_at(path: Path) -> Iterator[tarfile.TarFile]:
     """Open an archive for writing. It replaces an earlier one at its end: a killed run leaves the
     earlier archive.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    with tarfile.open(temporary, mode) as archive:
+    with tarfile.open(temporary, "w") as archive:
         yield archive
     temporary.replace(path)
 
 
 def unpack_parts(output: Path, working: Path) -> Path:
     """Return the folder in `working` for the parts' files, with those of earlier runs: what the
-    archives in `output` hold.
+    archive in `output` holds.
     """
-    for name in ("parts.tar.gz", "traces.tar"):
-        if (output / name).exists():
-            with tarfile.open(output / name) as archive:
-                # `filter=` is missing from the first releases of Python 3.11
-                archive.extraction_filter = getattr(tarfile, "data_filter", None)
-                archive.extractall(working)
+    if (output / "parts.tar").exists():
+        with tarfile.open(output / "parts.tar") as archive:
+            # `filter=` is missing from the first releases of Python 3.11
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)
+            archive.extractall(working)
     (working / "parts").mkdir(exist_ok=True)
     return working / "parts"
 
@@ -258,7 +268,9 @@ def main() -> None:
     # Not in the output folder: a killed run would leave more files there than a machine returns.
     with tempfile.TemporaryDirectory() as working:
         folder = unpack_parts(args.output, Path(working))
-        for i, part in enumerate(args.part):
+        needed = {*args.part, *([] if (folder / "floors.json").exists() else ["floors"])}
+        planned = [part for part in PARTS if part in needed]
+        for i, part in enumerate(planned):
             remaining = end - time.perf_counter()
             print(f"{part}: {PARTS[part][1]}", flush=True)
             if remaining < 5 and not args.dry:
@@ -267,13 +279,13 @@ def main() -> None:
                 table = Table(part, folder / f"{part}.csv")
                 table.row("whole part", "", "status", "not begun", note=note)
             else:
-                limit = 600.0 if args.dry else seconds_for(part, args.part[i + 1 :], remaining)
+                limit = 600.0 if args.dry else seconds_for(part, planned[i + 1 :], remaining)
                 watch = functools.partial(merge_rows, args.output, folder)
                 run_part(part, folder, args.dry, limit, watch)
             rows = collect(args.output, folder)
             (args.output / "verdict.md").write_text(format_verdict(rows, device))
     print((args.output / "verdict.md").read_text())
-    print(f"written to {args.output}: verdict.md, gpu.csv, parts.tar.gz, traces.tar")
+    print(f"written to {args.output}: verdict.md, gpu.csv, parts.tar")
 
 
 if __name__ == "__main__":

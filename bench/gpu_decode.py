@@ -1,5 +1,5 @@
-"""Measure decoding for the GPU campaign (see gpu.py): both engines and their peers at the same
-number of rows, with full weights and with LoRA, and the result of the device's trial.
+"""Measure decoding for the GPU campaign (see gpu.py): both engines with full weights and with LoRA,
+the result of the device's trial, and the peers at the same number of rows.
 
 Every provider answers the same prompts in groups of eight. Timing starts after the prefill.
 """
@@ -11,9 +11,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from bench.gpu_kernels import device_of
+from bench.gpu_kernels import device_of, measure_kernels
 from bench.gpu_models import (
-    BANDWIDTH,
     PEERS,
     SIZES,
     Peer,
@@ -25,8 +24,10 @@ from bench.gpu_models import (
     seconds_of,
     split_rows,
 )
+from bench.kernels import floor_ms
 
 SIZES_TIMED = ("0.5B", "8B")
+ROWS_TIMED = (1, 64, 256, 1024)
 LORA_RANK = 16
 
 
@@ -50,24 +51,26 @@ def measure_speed(table: Any, case: str, name: str, decoder: Any, rows: int, dry
     tokens, steps = counters.decoded_rows - tokens, counters.steps - steps
     if tokens != rows * steps:
         raise RuntimeError(f"{tokens} tokens in {steps} steps, not {rows} in each")
-    step, floor = seconds / steps, step_floor(decoder, engine._state)
-    note = f"{step * 1e3:.2f} ms a step, {steps} of them, {floor / step:.0%} of bandwidth"
-    table.row(case, name, "tokens_per_s", tokens / seconds, "", rows / floor, note)
-    table.row(case, name, "step", step * 1e3, "ms", floor * 1e3)
+    step, floor = 1e3 * seconds / steps, step_floor_ms(decoder, engine._state, rows)
+    note = f"{step:.2f} ms a step, {steps} of them"
+    table.row(case, name, "tokens_per_s", tokens / seconds, "", 1e3 * rows / floor, note)
+    table.row(case, name, "step", step, "ms", floor)
 
 
-def step_floor(decoder: Any, state: Any) -> float:
-    """Return the seconds that a large copy needs for the bytes that a decode step has to read: the
-    weights, and the KV cache, in which the prompt of a group stands once.
+def step_floor_ms(decoder: Any, state: Any, rows: int) -> float:
+    """Return the least milliseconds of a decode step: of the bytes that it has to read, which are the
+    weights, and the KV cache, in which the prompt of a group stands once; or of its products with
+    the weights, two operations for each weight and row.
     """
     a, buffers = decoder.architecture, decoder.weights.buffers
-    weights = sum(b.numel() * b.element_size() for b in buffers.values())
-    embedding = buffers["embed"]
-    if "head.weight" in buffers:  # untied: a step reads one row of it for each row it decodes
-        weights -= embedding.numel() * embedding.element_size()
-    per_token = 2 * embedding.element_size() * len(decoder.layers) * a.key_heads * a.head_width
+    # untied: a step reads one row of the embedding for each row it decodes
+    skipped = ("embed",) if "head.weight" in buffers else ()
+    read = [buffer for name, buffer in buffers.items() if name not in skipped]
+    per_token = 2 * buffers["embed"].element_size() * len(decoder.layers)
+    per_token *= a.key_heads * a.head_width
     cached = per_token * int(state.prompt_lengths.sum() + state.response_lengths.sum())
-    return (weights + cached) / BANDWIDTH
+    operations = 2.0 * rows * sum(b.numel() for b in read if b.ndim > 1)
+    return floor_ms(operations, sum(b.nbytes for b in read) + cached)
 
 
 def peer_speed(
@@ -173,14 +176,17 @@ def part_host(table: Any, dry: bool) -> None:
 
 
 def part_decode(table: Any, dry: bool) -> None:
-    device, sizes = device_of(dry), ("tiny",) if dry else SIZES_TIMED
-    counts = (4,) if dry else (1, 64, 256, 1024)
-    # Our engines run first: a peer that hangs uses up the remaining time of the part.
-    for size in sizes:
-        measure_engines(table, size, counts, measure_speed, dry)
-        free_gpu_memory(device)
+    for size in ("tiny",) if dry else SIZES_TIMED:
+        measure_engines(table, size, (4,) if dry else ROWS_TIMED, measure_speed, dry)
+        free_gpu_memory(device_of(dry))
+
+
+def part_peers(table: Any, dry: bool) -> None:
+    """Run the peers of the parts `kernels` and `decode` at the same cases."""
+    measure_kernels(table, dry, ours=False)
+    device, counts = device_of(dry), (4,) if dry else ROWS_TIMED
     for name, make in PEERS.items():
-        for size in sizes:
+        for size in ("tiny",) if dry else SIZES_TIMED:
             peer = table.attempt(size, name, make, size, device)
             for rows in () if peer is None else counts:
                 case, vocab = f"{size}, {rows} rows", SIZES[size][1]["vocab_size"]

@@ -1,6 +1,6 @@
 """Run the tests and measure the kernels for the GPU campaign (see gpu.py). Each part is a function
-part_NAME(table, dry): the limits of the device, the tests, the kernels next to other implementations,
-the branches that the device checks chose, and attention over KV cache pages.
+part_NAME(table, dry): the limits of the device, the tests, the kernels, the branches that the device
+checks chose, and attention over KV cache pages.
 """
 
 from __future__ import annotations
@@ -23,18 +23,7 @@ import torch
 from torch import Tensor
 
 from bench.harness import REPO
-from bench.kernels import (
-    SHAPES,
-    TB_PER_S,
-    TFLOPS,
-    TINY,
-    HeadShape,
-    Step,
-    copy_floor_ms,
-    floor_ms,
-    once,
-    seeded,
-)
+from bench.kernels import SHAPES, TINY, HeadShape, Step, floor_ms, once, read_limits, seeded
 
 
 def shapes(dry: bool) -> list[HeadShape]:
@@ -76,9 +65,9 @@ def part_floors(table: Any, dry: bool) -> None:
         for _ in range(100):
             small.add_(1.0)
 
-    us = 10 * measure_milliseconds(launch, device)
-    table.row("100 in a row", "torch add_", "launch", us, "us")
-    floors = {"tflops": tflops, "tb_per_s": tb_per_s}
+    launch_ms = measure_milliseconds(launch, device) / 100
+    table.row("100 in a row", "torch add_", "launch", 1e3 * launch_ms, "us")
+    floors = {"tflops": tflops, "tb_per_s": tb_per_s, "launch_ms": launch_ms}
     Path(table.path).with_name("floors.json").write_text(json.dumps(floors))
 
 
@@ -140,12 +129,16 @@ def part_tests(table: Any, dry: bool) -> None:
             table.row(" ".join(Path(file).stem for file in some), "pytest", f"all {outcome}", count)
 
 
-# ---------------------------------------------------------------------------------- the two kernels
+# -------------------------------------------------------------------------------------- the kernels
 
 
 def part_kernels(table: Any, dry: bool) -> None:
-    """Record the rows of bench/kernels.py at 8,192 tokens, then at 1,024 with fewer providers. Our
-    kernels run first.
+    measure_kernels(table, dry, ours=True)
+
+
+def measure_kernels(table: Any, dry: bool, *, ours: bool) -> None:
+    """Record the rows of bench/kernels.py at 8,192 tokens, then at 1,024 with fewer providers: those
+    of our kernels, or of the others.
     """
     from bench import kernels as bench
 
@@ -155,6 +148,7 @@ def part_kernels(table: Any, dry: bool) -> None:
         case = f"{shape.model} {tokens} tokens"
         names = ["ours", "torch", "liger_scaled"]
         names = names if tokens == 1024 else [provider.name for provider in bench.PROVIDERS]
+        names = [name for name in names if name.startswith("ours") == ours]
 
         def failed(name: str, failure: Exception) -> None:
             table.failure(case, name, failure, isinstance(failure, bench.CannotRun))
@@ -163,7 +157,8 @@ def part_kernels(table: Any, dry: bool) -> None:
             put(case, row, f"{row['memory']}, {row['peak_mb']:.0f} MB, errors {row['errors']}")
 
     def token_rows(shape: HeadShape, tokens: int) -> None:
-        for row in bench.bench_logits(shape, tokens, device, dtype, 5):
+        name = "ours" if ours else "torch"
+        for row in bench.bench_logits(shape, tokens, device, dtype, name, 5):
             put(f"{shape.model} {tokens} tokens, token_logprob", row)
 
     def loss_rows() -> None:
@@ -178,8 +173,9 @@ def part_kernels(table: Any, dry: bool) -> None:
         for shape in shapes(dry):
             case = f"{shape.model} {tokens} tokens"
             table.attempt(case, "all", head_rows, shape, tokens)
-            table.attempt(f"{case}, token_logprob", "ours", token_rows, shape, tokens)
-    table.attempt("policy_loss", "ours", loss_rows)
+            table.attempt(f"{case}, token_logprob", "all", token_rows, shape, tokens)
+    if ours:
+        table.attempt("policy_loss", "ours", loss_rows)
 
 
 def part_draw(table: Any, dry: bool) -> None:
@@ -212,7 +208,7 @@ def _draw(table: Any, shape: HeadShape, rows: int, dry: bool) -> None:
     table.row(case, "ours", "largest_error", error)
     equal = float((token == ways["logits"]()[0]).double().mean())
     table.row(case, "ours", "equal_tokens", equal, note="bf16 logits round")
-    floor = max(copy_floor_ms(w.numel() * 2.0), floor_ms(2, rows, shape))
+    floor = floor_ms(2.0 * rows * w.numel(), 2.0 * w.numel())
     for name, way in ways.items():
         table.row(case, name, "time", measure_milliseconds(way, device), "ms", floor)
 
@@ -297,7 +293,7 @@ def _speed(
     def measure() -> None:
         ms = measure_milliseconds(run, o.x.device.type)
         speed = 2e-9 * o.x.numel() * columns / ms
-        table.row(case, provider, "TFLOP/s", speed, "", TFLOPS, f"{ms:.3f} ms")
+        table.row(case, provider, "TFLOP/s", speed, "", read_limits()["tflops"], f"{ms:.3f} ms")
 
     table.attempt(case, provider, measure)
 
@@ -364,7 +360,6 @@ def _compare(table: Any, case: str, o: KernelInputs) -> None:
 
 # ------------------------------------------------------------------------------------------- pages
 
-BYTES_A_MS = TB_PER_S * 1e9  # bytes per millisecond of a large copy
 # Rows, query heads, key heads, head width; maximum positions of a row; rows of a group, its shared
 # pages.
 CASES = [
@@ -442,8 +437,8 @@ def _ways(table: Any, case: str, made: tuple[Any, ...]) -> None:
         worst = (way().double() - exact).abs().amax((1, 2))
         note = f"{int((~(worst < 0.05)).sum())} rows wrong"
         table.row(case, name, "largest_error", float(worst.max()), note=note)
-        ms, floor = measure_milliseconds(way, inputs[0].device.type), read / BYTES_A_MS
-        table.row(case, name, "time", ms, "ms", floor, f"{floor / ms:.0%} of bandwidth")
+        ms = measure_milliseconds(way, inputs[0].device.type)
+        table.row(case, name, "time", ms, "ms", floor_ms(num_bytes=read))
 
     for name, way in ways.items():
         table.attempt(case, name, measure, name, way)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,6 @@ import torch
 
 from bench.gpu_kernels import device_of
 from bench.harness import SIZES, config_of, make_model
-from bench.kernels import TB_PER_S
-
-BANDWIDTH = TB_PER_S * 1e12  # bytes per second of a large copy
 
 
 def free_gpu_memory(device: str) -> None:
@@ -47,13 +43,8 @@ def busy_seconds(run: Callable[[], Any], device: str) -> float:
         raise NotImplementedError("the host's share is of a device of its own")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         seconds_of(run, device)
-    return _device_ms(profile.events()) / 1e3
-
-
-def _device_ms(events: Any) -> float:
-    """Return the milliseconds of kernels and copies on the device."""
-    on_device = (e for e in events if e.device_type == torch.autograd.DeviceType.CUDA)
-    return sum(event.device_time for event in on_device) / 1e3
+    cuda = torch.autograd.DeviceType.CUDA  # kernels and copies
+    return sum(e.device_time for e in profile.events() if e.device_type == cuda) / 1e6
 
 
 def random_prompts(count: int, length: int, vocab: int) -> list[list[int]]:
@@ -228,63 +219,3 @@ def _agreement(table: Any, case: str, name: str, cache: str, model: Any, dry: bo
     note = f"{len(gap)} tokens of {len(results)} rows, {type(engine).__name__}"
     table.row(case, name, "largest_difference", float(gap.abs().max()), "nats", "", note)
     table.row(case, name, "kl", float((gap.neg().exp() - 1 + gap).mean()), "nats", 0.01)
-
-
-def part_trace(table: Any, dry: bool) -> None:
-    """Profile a call of each engine with 64 rows, and forward and backward of 4,096 tokens. Record
-    the number of kernels launched, the busy time and the trace.
-    """
-    from kernels import linear_logprob
-    from rl.sampler import make_decoder
-
-    device, size = device_of(dry), "tiny" if dry else "0.5B"
-    model = table.attempt(size, "model", make_model, size, device)
-    if model is None:
-        return
-    vocab, rows = model.config.vocab_size, 8 if dry else 64
-
-    def decode(name: str, cache: str) -> None:
-        prompts = random_prompts(rows // 8, 16 if dry else 256, vocab)
-        engine = engine_of(make_decoder(model, kind="fast"), cache, rows, prompts, 50)
-        counters = engine.counters
-        drawn = lambda: counters.decoded_rows / rows  # noqa: E731
-        _profiled(table, f"decode, {rows} rows", name, engine.step, drawn)
-
-    def learn() -> None:
-        ids = torch.randint(0, vocab, (1, 64 if dry else 4096), device=device)
-
-        def step() -> None:
-            hidden = model.model(ids).last_hidden_state[0]
-            # About the limit that a learner sets on a GPU of 80 GB.
-            options: dict[str, Any] = {"entropy": False, "saved_bytes": 4 << 30}
-            inputs = hidden[:-1], model.lm_head.weight, ids[0, 1:]
-            linear_logprob(*inputs, **options)[0].sum().backward()
-
-        _profiled(table, f"learner, {ids.shape[1]} tokens", "ours", step, lambda: 0)
-
-    for name, cache in get_cache_settings(dry).items():
-        table.attempt(f"decode, {rows} rows", name, decode, name, cache)
-    table.attempt("learner", "ours", learn)
-
-
-def _profiled(
-    table: Any, case: str, name: str, run: Callable[[], Any], drawn: Callable[[], float]
-) -> None:
-    """Profile the fourth call of `run`. `drawn` returns the number of tokens sampled per row so
-    far.
-    """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for _ in range(3):
-        run()
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    kinds += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
-    before = drawn()
-    with torch.profiler.profile(activities=kinds) as profile:
-        seconds, _ = seconds_of(run, device)
-    path = Path(table.path).parent / f"trace_{case.split(',')[0]}_{name}.json.gz"
-    profile.export_chrome_trace(str(path))
-    events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    busy, each = _device_ms(events), drawn() - before
-    steps = f"{each:g} tokens of each row, " if each else ""
-    note = f"{steps}{busy:.2f} ms busy of {seconds * 1e3:.2f} ms under the profiler; {path.name}"
-    table.row(case, name, "kernels", len(events), note=note)

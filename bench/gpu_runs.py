@@ -24,6 +24,7 @@ import torch
 from bench.gpu_kernels import device_of
 from bench.gpu_models import SIZES, free_gpu_memory, make_model, seconds_of
 from bench.harness import REPO
+from bench.kernels import floor_ms
 
 
 def save(size: str, folder: Path, device: str) -> Path:
@@ -67,7 +68,8 @@ def measure_learner_step(
     from rl.runtime import WorkerSettings
 
     device, rng, datums = device_of(dry), np.random.default_rng(0), []
-    vocab = SIZES["tiny" if dry else "0.6B"][1]["vocab_size"]
+    size = "tiny" if dry else "0.6B"
+    vocab, weights = SIZES[size][1]["vocab_size"], make_model(size, "meta").num_parameters()
     for _ in range(count):
         ids = rng.integers(0, vocab, length + 1)
         fields = {"target_tokens": ids[1:], "weights": np.ones(length, np.float32)}
@@ -86,8 +88,9 @@ def measure_learner_step(
             torch.cuda.reset_peak_memory_stats()
         seconds, _ = seconds_of(step, device)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    note = f"{seconds:.3f} s, the second of two steps"
-    table.row(case, name, "tokens_per_s", count * length / seconds, note=note)
+    note, tokens = f"{seconds:.3f} s, the second of two steps", count * length
+    floor = 1e3 * tokens / floor_ms(6.0 * weights * tokens)  # forward and backward
+    table.row(case, name, "tokens_per_s", tokens / seconds, "", floor, note)
     table.row(case, name, "peak_bytes", peak)
     gc.collect()  # the next measurement starts without this learner
     free_gpu_memory(device)

@@ -5,9 +5,9 @@ bench/gpu.py, on a CPU as a script.
     python bench/kernels.py --tokens 512   # quicker; the ratios are about the same
 
 Every provider gets the same seeded gradient for each token's logprob and is compared with float64.
-"floor" is the least time that the provider's algorithm can take on this GPU, as `bench/gpu.py`
-measured it (the file named by WHETSTONE_GPU_FLOORS), otherwise on an H100. Compare within a memory
-class: "flat" keeps no [T, V] tensor, "logits" does.
+"floor" is the least time that the provider's algorithm can take by the limits of this GPU, which
+`bench/gpu.py` measured (the file named by WHETSTONE_GPU_FLOORS); without them it is not a number.
+Compare within a memory class: "flat" keeps no [T, V] tensor, "logits" does.
 
 On a CPU each provider runs once, in a process of its own: wall and CPU seconds of forward and
 backward (on a shared machine, compare the CPU seconds), peak memory above weights and gradients,
@@ -36,10 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.harness import RESULTS, make_parser, show, write_table  # noqa: E402
 from kernels import linear_logprob, policy_loss, token_logprob  # noqa: E402
 
-_FLOORS = Path(os.environ.get("WHETSTONE_GPU_FLOORS", "") or "missing")
-_LIMITS = json.loads(_FLOORS.read_text()) if _FLOORS.is_file() else {}
-TFLOPS: float = _LIMITS.get("tflops", 790.0)  # bfloat16, a large square product
-TB_PER_S: float = _LIMITS.get("tb_per_s", 3.0)  # a large copy
 NAN = float("nan")
 
 
@@ -65,14 +61,27 @@ def seeded(device: str) -> dict[str, Any]:
     return {"generator": torch.Generator(device).manual_seed(0), "device": device}
 
 
-def floor_ms(products: float, tokens: int, shape: HeadShape) -> float:
-    """Return the milliseconds of `products` x N D V operations."""
-    return products * tokens * shape.D * shape.V / (TFLOPS * 1e9)
+def read_limits() -> dict[str, float]:
+    """Return what part `floors` measured on this GPU, or NaN: "tflops" of a large product in
+    bfloat16, "tb_per_s" of a large copy, "launch_ms" of an empty launch.
+    """
+    path = Path(os.environ.get("WHETSTONE_GPU_FLOORS", "") or "missing")
+    limits = json.loads(path.read_text()) if path.is_file() else {}
+    return {name: limits.get(name, NAN) for name in ("tflops", "tb_per_s", "launch_ms")}
 
 
-def copy_floor_ms(size: float) -> float:
-    """Return the milliseconds to move `size` bytes."""
-    return size / (TB_PER_S * 1e9)
+def floor_ms(operations: float = 0.0, num_bytes: float = 0.0) -> float:
+    """Return the least milliseconds of a launch that does this many operations in matrix products
+    and moves this many bytes; NaN if the limits of this GPU were not measured.
+    """
+    limits = read_limits()
+    times = operations / limits["tflops"] / 1e9, num_bytes / limits["tb_per_s"] / 1e9
+    return NAN if any(x != x for x in limits.values()) else max(*times, limits["launch_ms"])
+
+
+def head_floor_ms(products: float, tokens: int, shape: HeadShape) -> float:
+    """Return the least milliseconds of `products` x N D V operations."""
+    return floor_ms(products * tokens * shape.D * shape.V)
 
 
 # -------------------------------------------------------------------------------------------- timing
@@ -381,13 +390,15 @@ def one_provider(
     for phase, step in head_steps(provider, p).items():
         timing = measure({phase: step}, device, repeats)[phase]
         labels = "linear_logprob", provider.name, provider.memory, phase
-        yield row(labels, timing, floor_ms(products[phase], tokens, shape), errors)
+        yield row(labels, timing, head_floor_ms(products[phase], tokens, shape), errors)
 
 
 def bench_logits(
-    shape: HeadShape, tokens: int, device: str, dtype: torch.dtype, repeats: int
+    shape: HeadShape, tokens: int, device: str, dtype: torch.dtype, provider: str, repeats: int
 ) -> Iterator[Row]:
-    """Yield the rows of token_logprob. The floor is a read forward, a read and a write backward."""
+    """Yield the rows of token_logprob, by "ours" or "torch". The floor is a read forward, a read and
+    a write backward.
+    """
     p = LogprobBatch.make(shape, tokens, device, dtype)
     with torch.no_grad():
         logits = torch.nn.functional.linear(p.x, p.w)
@@ -402,18 +413,19 @@ def bench_logits(
         leaf.float().log_softmax(-1).gather(-1, p.y[:, None]).squeeze(-1).backward(p.upstream)
 
     forward = Step(lambda _: token_logprob(logits, p.y))
-    steps = {"ours": Step(ours), "torch": Step(torch_plain), "ours forward": forward}
+    ways = {"ours": {"both": Step(ours), "forward": forward}, "torch": {"both": Step(torch_plain)}}
     size = logits.numel() * logits.element_size()
-    for name, timing in measure(steps, device, repeats).items():
-        phase, copies = ("forward", 1) if name.endswith("forward") else ("both", 3)
-        labels = "token_logprob", name.split()[0], "logits", phase
-        yield row(labels, timing, copy_floor_ms(copies * size), (error, NAN, NAN))
+    for phase, timing in measure(ways[provider], device, repeats).items():
+        copies = 1 if phase == "forward" else 3
+        labels = "token_logprob", provider, "logits", phase
+        floor = floor_ms(num_bytes=copies * size)
+        yield row(labels, timing, floor, (error, NAN, NAN))
 
 
 def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
-    """Yield the rows of policy_loss, which is bound by launches: the floor of 32 bytes per token is
-    reported, the goal is 0.010 ms for 32k tokens. "graph" is replayed from a CUDA graph, so that it
-    excludes the host's 0.1 ms.
+    """Yield the rows of policy_loss, which is bound by its launch: it moves 32 bytes per token, the
+    goal is 0.010 ms for 32k tokens. "graph" is replayed from a CUDA graph, so that it excludes the
+    host's 0.1 ms.
     """
     logp, old, advantage = (torch.randn(tokens, device=device) * 0.1 for _ in range(3))
 
@@ -425,7 +437,7 @@ def bench_tokens(tokens: int, device: str, repeats: int) -> Iterator[Row]:
         steps["graph"] = captured(call)
     for phase, timing in measure(steps, device, repeats).items():
         labels = "policy_loss", "ours", "flat", phase
-        yield row(labels, timing, copy_floor_ms(32 * tokens))
+        yield row(labels, timing, floor_ms(num_bytes=32 * tokens))
 
 
 # --------------------------------------------------------------------------------------------- a CPU

@@ -47,7 +47,7 @@ from rl.memory_plan.shapes import (  # noqa: E402
     count_pool_pages,
     largest_micro_batch,
 )
-from rl.runtime.weight_sync import GPU_CHUNK_BYTES  # noqa: E402
+from rl.runtime.weight_sync import GPU_CHUNK_BYTES, TRANSFER_SHARE  # noqa: E402
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STAGES: dict[str, int | None] = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -106,8 +106,8 @@ class DriverRates:
     unpack_seconds: float = 46e-6
     network: float = 1.5e9  # bytes/s of the messages, which gloo sends over TCP
     pcie: float = 50e9  # bytes/s between a GPU and pinned memory
-    chunk_rate: float = 12.5e9  # bytes/s of chunks that get a checksum, by one thread
-    verb_seconds: float = 0.9e-3  # of a chunk's verb, besides its bytes
+    chunk_rate: float = 10.5e9  # bytes/s of chunks that get a checksum, by one thread
+    verb_seconds: float = 2.1e-3  # of a chunk's verb, besides its bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,16 +399,20 @@ def compute_batch_seconds(driver: DriverRates, load: Load, world: int) -> float:
     return answers * driver.answer_seconds + sent + read
 
 
-def transfer_seconds(num_bytes: float, link: float, driver: DriverRates) -> float:
-    """Return the seconds to send weights of `num_bytes`, in the sampler's dtype, to GPUs that sample
-    nothing meanwhile. `link`: bytes/s between rank 0's GPU and theirs.
+def transfer_seconds(
+    num_bytes: float, link: float, driver: DriverRates, share: float = TRANSFER_SHARE
+) -> float:
+    """Return the seconds to send weights of `num_bytes`, in the sampler's dtype, to GPUs that give
+    `share` of their time to it: 1 if they sample nothing meanwhile. `link`: bytes/s between rank 0's
+    GPU and theirs.
 
     The weights are copied to rank 0's host memory in chunks. Then rank 0 computes checksums while it
-    sends the chunks before: back to its GPU, and over `link`.
+    sends the chunks before. A chunk is copied back to its GPU while the chunk before is sent over
+    `link`, after its verb.
     """
-    verbs = num_bytes / GPU_CHUNK_BYTES * driver.verb_seconds
-    sent = num_bytes / driver.pcie + num_bytes / link + verbs
-    return num_bytes / driver.pcie + max(num_bytes / driver.chunk_rate, sent)
+    to_gpu = num_bytes / driver.pcie
+    sent = num_bytes / link + num_bytes / GPU_CHUNK_BYTES * driver.verb_seconds
+    return to_gpu + max(num_bytes / driver.chunk_rate, max(to_gpu, sent) / share)
 
 
 def work_of(shape: ModelShape, launch: LaunchShape, load: Load) -> StepWork:

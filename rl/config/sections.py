@@ -75,7 +75,7 @@ class RunSettings:
     self_test: bool = True
     """Check the pipeline before the first step of each stage that samples: sample a few answers, then check that learner and sampler agree, that changed weights reach the sampler, that the trained tokens are the sampled ones, and that gradients reach the weights. The check changes nothing."""
     profile: Annotated[int, Range(0, 1000)] = 0
-    """Profile up to this many steps of each stage, from its second step to its next evaluation: torch's profiler writes a trace for Perfetto and a table of the time of each part of a step to RUN/profile/. 0: none."""
+    """Profile up to this many steps of each stage, from its second step on, without the evaluations between them: torch's profiler writes traces for Perfetto and a table of the time of each part of a step to RUN/profile/. 0: none."""
     reward_check: bool = True
     """Check what the reward pays for before the first step, in about two seconds: right answers of the data and mutants of them, as check_reward.py. A trick that pays as much as a right answer is a warning. Rewards that are slow or run programs are skipped. The check changes nothing."""
     replay: Path | None = None

@@ -12,7 +12,7 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,7 +70,8 @@ class ObjectGroup:
     Tensors of the learner use the accelerator's backend instead. `members`: these processes instead
     of the ranks of this world.
 
-    `received_bytes`: bytes of rank 0's verbs that this rank has received.
+    `received_bytes`: bytes of rank 0's verbs that this rank has received. `sent_buffer_bytes`:
+    bytes of the buffers that rank 0 has broadcast.
 
     Every wait on rank 0 has a timeout of `timeout_seconds`, after which rank 0 names the ranks it
     waited for. The other ranks wait a little more than twice as long for rank 0, so that rank 0
@@ -83,11 +84,11 @@ class ObjectGroup:
         self.timeout_seconds = timeout_seconds
         members = members or BridgeMembers(rank(), world(), None, f"rank {rank()}")
         self.rank, self.world, self._members = members.rank, members.world, members
-        self.received_bytes = 0
+        self.received_bytes = self.sent_buffer_bytes = 0
         self._names = ["rank 0"]
         self._heartbeat: HeartbeatSender | HeartbeatMonitor | None = None
         self._buffers: Any = None  # process group of `broadcast_buffer`, from its first use on
-        self._stream: torch.cuda.Stream | None = None
+        self._staging: StagingBuffers | None = None
         if self.world > 1:
             bound = datetime.timedelta(seconds=2 * timeout_seconds + 60)
             self._results = members.group("results", bound)
@@ -190,22 +191,29 @@ class ObjectGroup:
         self._verbs.recv([message], 0, 0).wait()
         return (*unpack_message(header), unpack_message(message))
 
-    def broadcast_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+    def broadcast_buffer(
+        self, buffer: torch.Tensor, following: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return rank 0's buffer on every rank: over NCCL in GPU memory if there are GPUs, from
         pinned memory of rank 0, otherwise over gloo.
 
-        Rank 0 does not wait for NCCL, which reports no lost rank before its timeout: the next
-        `gather` does. Its stream is a separate one, or the buffer would wait for the learner.
+        `following`: on rank 0, the buffer of the next call, which is copied to the GPU while this
+        one is sent. Rank 0 does not wait for NCCL, which reports no lost rank before its timeout:
+        the next `gather` does.
         """
         bound, cuda = datetime.timedelta(seconds=self.timeout_seconds), torch.cuda.is_available()
         if self._buffers is None:
             backend = "nccl" if cuda else "gloo"
             self._buffers = self._members.group("buffers", bound, backend)
-            self._stream = torch.cuda.Stream() if cuda and self.rank == 0 else None
-        with self._mark_waiting(), torch.cuda.stream(self._stream):
-            on_device = buffer.cuda(non_blocking=True) if cuda else buffer
-            self._buffers.broadcast(on_device, 0).wait()
-        return on_device
+            self._staging = StagingBuffers() if cuda and self.rank == 0 else None
+        self.sent_buffer_bytes += buffer.nbytes if self.rank == 0 else 0
+        with self._mark_waiting():
+            if self._staging is None:
+                self._buffers.broadcast(buffer, 0).wait()
+                return buffer
+            return self._staging.send(
+                buffer, lambda staged: self._buffers.broadcast(staged, 0).wait(), following
+            )
 
     def gather(self, item: Any, seconds: float | None = None) -> list[Any] | None:
         """Return every rank's object in rank order on rank 0, None elsewhere.
@@ -307,6 +315,44 @@ class ObjectGroup:
             f"did not answer within {self.timeout_seconds:g} s: it hangs, or needs longer (raise "
             "the setting timeout)"
         )
+
+
+class StagingBuffers:
+    """Copy buffers from pinned host memory to the GPU and send them from there: while one is sent,
+    the next is copied.
+
+    Each has one of two streams, in which its copy, its broadcast and its successor's copy into the
+    same memory follow each other. On the learner's stream a buffer would wait for the learner.
+    """
+
+    def __init__(self) -> None:
+        self._streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        # the buffer that is copied ahead: in host memory, on the device, and its stream
+        self._staged: tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream] | None = None
+
+    def send(
+        self,
+        buffer: torch.Tensor,
+        broadcast: Callable[[torch.Tensor], object],
+        following: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Call `broadcast` with the buffer on the device, then begin to copy `following`. Return
+        the buffer on the device.
+        """
+        staged, self._staged = self._staged, None
+        if staged is None or staged[0] is not buffer:  # the first of a transfer
+            staged = self._copy(buffer)
+        _, on_device, stream = staged
+        with torch.cuda.stream(stream):
+            broadcast(on_device)
+        if following is not None:
+            self._staged = self._copy(following)
+        return on_device
+
+    def _copy(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]:
+        self._streams.reverse()
+        with torch.cuda.stream(self._streams[0]):
+            return buffer, buffer.cuda(non_blocking=True), self._streams[0]
 
 
 def _arrives_in_time(work: dist.Work | None, seconds: float) -> bool:

@@ -275,8 +275,11 @@ def apply_learned_rewards(
     """
     if rewards is None or not rollouts.groups or (ungrouped and not rewards.scores_single_answers):
         return rollouts
+    from torch.profiler import record_function  # here, since help texts do not import torch
+
     start = time.perf_counter()
-    groups, errors = rewards.judge_groups(rollouts.groups)
+    with record_function("whetstone/score"):
+        groups, errors = rewards.judge_groups(rollouts.groups)
     seconds = rollouts.score_seconds + time.perf_counter() - start
     return replace(
         rollouts, groups=groups, errors=[*rollouts.errors, *errors], score_seconds=seconds

@@ -258,7 +258,9 @@ class EnvExecutor:
         """Wait until a result is finished (with `keys`: until all of these are), or until
         `wake`.
         """
-        with self._condition:
+        from torch.profiler import record_function  # here, since help texts do not import torch
+
+        with record_function("whetstone/wait"), self._condition:
             while True:
                 done = set(self.finished_keys())
                 if self._woken or (done if keys is None else keys <= done):

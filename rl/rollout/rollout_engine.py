@@ -246,8 +246,11 @@ class RolloutEngine:
 
         Return the events of the tick.
         """
+        from torch.profiler import record_function  # here, since help texts do not import torch
+
         start = time.perf_counter()
-        self._call_environments()
+        with record_function("whetstone/score"):
+            self._call_environments()
         if self.lockstep and self._running_calls:
             self.executor.wait(set(self._running_calls))
         awaited = len(self.executor) > 0 or self.is_updating()
@@ -258,10 +261,11 @@ class RolloutEngine:
             self.executor, self.update_ended, self.weights_arrived, blocked=blocked
         )
         failed: dict[EpisodeKey, str] = {}
-        for key in decision.arrived:
-            self._receive_result(key, decision.failed.get(key), failed)
-        self.event_log.log_events(replace(decision, failed=failed))
-        self._call_environments()
+        with record_function("whetstone/score"):
+            for key in decision.arrived:
+                self._receive_result(key, decision.failed.get(key), failed)
+            self.event_log.log_events(replace(decision, failed=failed))
+            self._call_environments()
         sampled = time.perf_counter()
         self.score_seconds += sampled - start
         for player, player_stream in self.player_streams.items():

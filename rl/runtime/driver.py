@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -116,6 +117,13 @@ class Driver:
         if self.router is not None:
             self.router.close()
         self._learners.close()
+
+
+def _link_chunks(chunks: Iterator[WeightChunk]) -> Iterator[WeightChunk]:
+    """Yield each chunk with the payload of the chunk after it."""
+    for chunk, following in itertools.pairwise(itertools.chain(chunks, (None,))):
+        assert chunk is not None
+        yield replace(chunk, following=following and following.payload)
 
 
 def _distribute_results(futures: Sequence[Future], batch: Future) -> None:
@@ -297,7 +305,9 @@ class VerbRouter:
                 if (model_id := snapshot.model_id) in self._sent_models:
                     known = self._sent_models[model_id] or {}
                     self._sent_models[model_id] = {**known, **(dtypes or {})}
-                self._send_chunks(snapshot.iter_chunks(dtypes=dtypes), version_id)
+                cut = snapshot.payloads
+                schedule = TransferSchedule() if cut is None else TransferSchedule(len(cut))
+                self._send_chunks(snapshot.iter_chunks(dtypes=dtypes), version_id, schedule)
             except BaseException as error:  # an error in a thread is lost otherwise
                 # this frees the chunks that have arrived
                 self._queue("free_version", (version_id,))
@@ -307,11 +317,13 @@ class VerbRouter:
 
         threading.Thread(target=transfer, name="whetstone-transfer", daemon=True).start()
 
-    def _send_chunks(self, chunks: Iterator[WeightChunk], version_id: int) -> None:
+    def _send_chunks(
+        self, chunks: Iterator[WeightChunk], version_id: int, schedule: TransferSchedule
+    ) -> None:
         """Send the weights in rounds of chunks. A round is queued when the previous round has
         arrived, so that steps of streams run in between. It is prepared before.
         """
-        schedule = TransferSchedule()
+        chunks = _link_chunks(chunks)
         batch = list(itertools.islice(chunks, schedule.num_chunks))
         while batch:
             schedule.start_round(len(batch))

@@ -26,12 +26,12 @@ from rl.runtime.sampling_worker import SamplingWorker, load_base
 from rl.runtime.verb_table import SAMPLER, verb
 from rl.sampler import Decoder
 
-# A verb takes about a millisecond, in which a GPU receives more.
-CHUNK_BYTES, GPU_CHUNK_BYTES = 4 * 2**20, 16 * 2**20
+# A verb takes about a millisecond, in which a GPU receives tens of MiB.
+CHUNK_BYTES, GPU_CHUNK_BYTES = 4 * 2**20, 64 * 2**20
 TRANSFER_SHARE = 0.5  # of the samplers' time while weights are sent and streams sample
-MAX_CHUNKS = 32  # of a round: those of two rounds are in host memory
+MAX_CHUNKS = 32  # of a round, if chunks are cut while they are sent: two rounds are in host memory
 CONVERT_ELEMENTS = 2**20  # elements of a tensor that are converted at a time
-ROW_BYTES, CHECKSUM_ROWS = 4096, 1024  # the checksum reads at most 4 MiB of a chunk
+ROW_BYTES, CHECKSUM_ROWS = 4096, 4096  # the checksum reads at most 16 MiB of a chunk
 HASH_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # of Fibonacci hashing: 2^64 over the golden ratio
 
 # (name, byte offset in the tensor, number of bytes) of each part of a chunk, and its bytes (uint8)
@@ -107,10 +107,14 @@ class TransferSchedule:
     takes TRANSFER_SHARE of the samplers' time.
 
     The chunks of a round are executed one after the other, so the time between their arrivals is
-    that of a chunk. The first of them also waits for the step requests before it.
+    that of a chunk. The first of them also waits for the step requests before it. A round has at
+    most `limit` chunks.
     """
 
     num_chunks = 2
+
+    def __init__(self, limit: int = MAX_CHUNKS):
+        self.limit = limit
 
     def start_round(self, size: int) -> None:
         """Record that a round of `size` chunks is being queued."""
@@ -130,7 +134,7 @@ class TransferSchedule:
         chunk_seconds = max((last - first) / (self._size - 1), 1e-6)
         wait_seconds = first - self._start_time - chunk_seconds
         chunks = TRANSFER_SHARE / (1 - TRANSFER_SHARE) * wait_seconds / chunk_seconds
-        self.num_chunks = round(min(max(chunks, 2), MAX_CHUNKS))
+        self.num_chunks = max(2, round(min(chunks, self.limit)))
 
 
 @dataclass(frozen=True)
@@ -140,11 +144,13 @@ class WeightChunk:
     parts       (name, byte offset in the tensor, number of bytes), in the order of the payload
     checksum    of parts and payload
     payload     uint8 [bytes]; None in the verb of a chunk, which the payload follows
+    following   on rank 0: the payload of the next chunk, if any
     """
 
     parts: Sequence[tuple[str, int, int]]
     checksum: int
     payload: Tensor | None = None
+    following: Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightChunk, (self.parts, self.checksum)

@@ -121,7 +121,7 @@ class RemoteExecutor:
     def receive_chunk(self, version_id: int, chunk: WeightChunk) -> None:
         """Send the payload of a chunk after its verb."""
         assert chunk.payload is not None
-        self.objects.broadcast_buffer(chunk.payload)
+        self.objects.broadcast_buffer(chunk.payload, chunk.following)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: None

@@ -174,7 +174,7 @@ class Trainer:
         if rollouts is not None and opponents is not None:
             opponents.record_results(rollouts)
         if self.profile is not None:
-            self.profile.end_step(row, is_last=is_evaluated)
+            self.profile.end_step(is_evaluated=is_evaluated)
         if is_evaluated:
             row |= self.evaluator.evaluate(done, sampler)
         elif is_due:

@@ -213,7 +213,7 @@ def test_a_32b_policy_is_sampled_by_as_few_gpus_together_as_fit(tmp_path):
 
 def test_the_table_is_what_the_model_gives_and_meets_its_targets():
     """Also with one thread of rank 0, a 7B reaches samplers in 2 s and a 32B those of another
-    machine in 10 s.
+    machine in 10 s, while they sample half of the time.
     """
     rates, options = scaling.RATES, (scaling.Load(), scaling.Hardware(), scaling.DriverRates())
     rows = list(scaling.table(rates, *options))
@@ -239,12 +239,17 @@ def test_the_table_of_expert_traffic_is_what_the_model_gives():
 
 
 def test_seconds_of_a_transfer_by_hand():
-    """32 chunks cross PCIe to the host, then get checksums or are sent, whichever takes longer."""
-    rates = scaling.DriverRates(pcie=2.0**25, chunk_rate=2.0**26, verb_seconds=0.5)
-    num_bytes = 32 * 2**24
-    assert scaling.transfer_seconds(num_bytes, 2.0**27, rates) == 16 + (16 + 4 + 16)
+    """8 chunks cross PCIe to the host, then get checksums, cross PCIe again, or are sent after their
+    verbs, whichever takes longest. Samplers that sample give a part of their time to the last two.
+    """
+    rates = scaling.DriverRates(pcie=2.0**26, chunk_rate=2.0**26, verb_seconds=0.5)
+    num_bytes = 8 * 2**26
+    assert scaling.transfer_seconds(num_bytes, 2.0**27, rates, 1.0) == 8 + (4 + 4)
+    assert scaling.transfer_seconds(num_bytes, 2.0**26, rates, 1.0) == 8 + (8 + 4)
+    assert scaling.transfer_seconds(num_bytes, 2.0**26, rates, 0.25) == 8 + 4 * (8 + 4)
+    assert scaling.transfer_seconds(num_bytes, 2.0**30, rates, 0.5) == 8 + 2 * 8
     slow = replace(rates, chunk_rate=2.0**23)
-    assert scaling.transfer_seconds(num_bytes, 2.0**27, slow) == 16 + 64
+    assert scaling.transfer_seconds(num_bytes, 2.0**27, slow, 1.0) == 8 + 64
 
 
 def test_the_rates_of_a_transfer_are_the_slowest_of_the_measurement():

@@ -126,7 +126,8 @@ def test_weights_cross_in_the_dtype_that_they_are_kept_in(size):
 
 
 @pytest.mark.parametrize("lost", [0, 3, -1])
-def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(lost):
+def test_a_piece_that_does_not_come_is_named_and_a_damaged_one_refused(monkeypatch, lost):
+    monkeypatch.setattr(weight_sync, "CHECKSUM_ROWS", 1024)
     sent = staged()
     here, pieces = make_weight_transfer(sent), list(sent.iter_chunks(100))
     del pieces[lost]
@@ -328,14 +329,21 @@ def test_a_round_ends_when_its_arrivals_are_recorded():
 
 
 @pytest.mark.parametrize(
-    ("step_seconds", "chunk_seconds", "share"),
-    [(0.05, 0.002, 0.5), (0.05, 0.0005, 0.24), (0.001, 0.004, 0.87), (None, 0.002, 1.0)],
+    ("step_seconds", "chunk_seconds", "share", "is_cut"),
+    [
+        (0.05, 0.002, 0.5, False),
+        (0.05, 0.0005, 0.24, False),
+        (0.05, 0.0005, 0.5, True),
+        (0.001, 0.004, 0.87, False),
+        (None, 0.002, 1.0, False),
+    ],
 )
 def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
-    router_parts, monkeypatch, step_seconds, chunk_seconds, share
+    router_parts, monkeypatch, step_seconds, chunk_seconds, share, is_cut
 ):
-    """A stream requests its next steps while chunks arrive. At least two and at most 32 chunks are
-    sent between two requests; without sampling all are sent at once.
+    """A stream requests its next steps while chunks arrive. At least two chunks are sent between two
+    requests, and at most 32 unless all are in host memory already; without sampling all are sent at
+    once.
     """
     far, counter, near = router_parts
     clock, steps, chunks, longest = 0.0, 0, 0, 0
@@ -343,7 +351,10 @@ def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
     tensors = {"all": torch.randn(2000)}
     spec = ModelSpec("tiny:addition", None, None, 0, False)
     fresh = submit_call(far, "snapshot", 0, 5)
-    near.pop()[2].set_result(SmallChunks(0, spec, ("tiny:addition", None, 0), 7, tensors))
+    sent = SmallChunks(0, spec, ("tiny:addition", None, 0), 7, tensors)
+    if is_cut:
+        sent = replace(sent, payloads=list(weight_sync.cut_payloads(tensors.items(), 4)))
+    near.pop()[2].set_result(sent)
     assert counter.next() == "begin_transfer 5"
     if step_seconds:
         submit_call(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
@@ -363,7 +374,7 @@ def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
         call.future.set_result({"version": 7})
     assert chunks == 2000
     assert chunks * chunk_seconds / clock == pytest.approx(share, abs=0.05)
-    assert longest <= 32 or not step_seconds
+    assert longest <= 32 or is_cut or not step_seconds
 
 
 def test_weights_that_cannot_be_staged_fail_what_waits_for_them(router_parts):
