@@ -37,9 +37,9 @@ class VllmServer:
     `request_seconds`: time limit of a sample. `num_running`: samples that the server is working on.
     `last_loaded_id`: of the weights that it loaded last, "" if the last load failed.
     `needs_reload`: the server failed, and gets no samples until it has loaded weights again.
-    `max_logprobs`: most logprobs of a position that it returns, -1 for all. `max_lora_rank`:
-    largest rank of an adapter that it loads, 0 without --enable-lora. `returns_experts`: samples
-    hold the experts of their tokens. `num_failures`: times that it was seen to be down, or with
+    `max_samples`: of a request. `max_logprobs`: most logprobs of a position that it returns, -1 for
+    all. `max_lora_rank`: largest rank of an adapter that it loads, 0 without --enable-lora.
+    `returns_experts`: samples hold the experts of their tokens. `num_failures`: times that it was seen to be down, or with
     other weights. `remedy`: what to do after an error.
     """
 
@@ -48,7 +48,7 @@ class VllmServer:
     def __init__(self, url: str, request_seconds: float):
         self.url, self.request_seconds = url.rstrip("/").removesuffix("/v1"), request_seconds
         self.num_running, self.last_loaded_id, self.needs_reload = 0, "", False
-        self.max_context, self.num_failures = 0, 0
+        self.max_context, self.max_samples, self.num_failures = 0, 1, 0
         self.max_logprobs = 20  # vLLM's default
         self.max_lora_rank, self.returns_experts = 0, False
         self.dtype, self.tied_head, self.tensor_parallel = "torch.float32", True, 1
@@ -69,6 +69,7 @@ class VllmServer:
             config = self.call("/server_info?config_format=json")["vllm_config"]
             model, parallel = config["model_config"], config["parallel_config"]
             self.max_context = int(model["max_model_len"])
+            self.max_samples = int(config["scheduler_config"]["max_num_seqs"])
             self.dtype = str(model["dtype"])
             self.max_logprobs = int(model.get("max_logprobs", self.max_logprobs))
             self.tied_head = (model.get("hf_overrides") or {}).get("tie_word_embeddings", True)
@@ -171,7 +172,7 @@ class VllmServer:
     def sample(
         self, prompt: list[int], sampling_params: dict[str, Any], adapter: str | None = None
     ) -> dict[str, Any]:
-        """Return the reply to a request of one sample, of the model or of an adapter on it. Raises
+        """Return the reply to a request of samples, of the model or of an adapter on it. Raises
         VllmServerError.
         """
         name = {} if adapter is None else {"model": adapter}
@@ -306,6 +307,9 @@ class VllmServer:
 
     def wait_for_recovery(self, failure: VllmServerError, weights_ids: Collection[str]) -> None:
         """Wait for a restart after a failure. Does nothing for a server that the user started."""
+
+    def sleep(self) -> None:
+        """Free the server's memory. Does nothing for a server that the user started."""
 
     def close(self) -> None:
         """End the server. Does nothing for a server that the user started."""

@@ -16,7 +16,8 @@ import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-arguments = [word for word in sys.argv[1:] if word != "--enable-lora"]
+OPTIONS = "--enable-lora", "--enable-sleep-mode"
+arguments = [word for word in sys.argv[1:] if word not in OPTIONS]
 state, fault, first, last, url, model, *options = arguments
 count = Path(state)
 starts = int(count.read_text()) + 1 if count.is_file() else 1
