@@ -133,7 +133,7 @@ def test_a_server_starts_with_the_weights_and_ends_with_the_service(
 
 
 def make_adapter_policy(state, url, stack, rank=4):
-    """Return a policy whose adapters a started server gets, and which dies at its eighth sample."""
+    """Return a policy whose adapters a started server gets, and which dies at its fourth request of samples."""
     command = make_command(state, url, "dies", 1, 1, ("--enable-lora",))
     sampler = SamplerSettings(kind="vllm", command=command, request_seconds=60.0)
     settings = WorkerSettings(dtype="fp32", sampler=sampler)
@@ -166,7 +166,7 @@ def test_a_rank_above_that_of_the_command_is_refused_at_the_start_of_the_server(
 
 
 def test_a_server_that_dies_costs_its_own_samples(connect, state):
-    """The server dies at its eighth sample, and again after the first restart."""
+    """The server dies at its fourth request of samples, and again after the first restart."""
     policy = make_policy(connect("dies", 1, 2))
     with pytest.warns(UserWarning, match="killed by SIGKILL.*is restarted") as warned:
         check_samples(policy)
