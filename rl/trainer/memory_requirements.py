@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rl.algorithms import METHODS, Method, ModelRequests
-from rl.config import ModelSettings, OptimSettings, RunConfig, StageConfig
+from rl.config import ModelSettings, OptimSettings, RolloutSettings, RunConfig, StageConfig
 from rl.distributed import (
     FSDPSharding,
     Sharding,
@@ -249,7 +249,8 @@ def _list_extra_memory(
     items, host, sampling = [], [], settings.sampling
     if sampling.sampler == "vllm" and not sampling.sampler_url:
         size = asleep = sampling.sampler_memory * launch.memory
-        is_streamed = getattr(getattr(settings, "flow", None), "max_steps_off_policy", 0) > 0
+        flow = getattr(settings, "flow", RolloutSettings())
+        is_streamed = flow.gradient_parts > 1 or flow.steps_off_policy > 0
         if enables_sleep(sampling.sampler_command, launch.cuda) and not is_streamed:
             asleep = min(size, _SLEEPING_SERVER_BYTES)
         items.append(MemoryItem("vLLM server (sampler_memory)", size, asleep, asleep))

@@ -101,9 +101,7 @@ def read_samples(
             raise VllmServerError(
                 url, f"returned {len(indices)} samples, expected {count} (numbers {indices})"
             )
-    return [
-        _read_sample(url, choices[i], rules, known_versions, adapter) for i in range(count)
-    ]
+    return [_read_sample(url, choices[i], rules, known_versions, adapter) for i in range(count)]
 
 
 def _read_sample(

@@ -47,9 +47,10 @@ class ServerPool:
 
     `nonce`: equal on all ranks and different in other runs: weights of other runs on the same
     server are detected. `root`: folder of the weights that servers load. `started_server`: one that
-    this run starts, in place of `urls`; `sleeps`: it frees its memory in `sleep`. `needs_experts`: samples hold the experts of their tokens.
-    `needs_adapters`: the servers hold the adapters of many clients. Raises UserError if a server of
-    `urls` does not answer, or was started with settings that cannot work.
+    this run starts, in place of `urls`; `sleeps`: it frees its memory in `sleep`. `needs_experts`:
+    samples hold the experts of their tokens. `needs_adapters`: the servers hold the adapters of
+    many clients. Raises UserError if a server of `urls` does not answer, or was started with
+    settings that cannot work.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ class VllmServer:
     `needs_reload`: the server failed, and gets no samples until it has loaded weights again.
     `max_samples`: of a request. `max_logprobs`: most logprobs of a position that it returns, -1 for
     all. `max_lora_rank`: largest rank of an adapter that it loads, 0 without --enable-lora.
-    `returns_experts`: samples hold the experts of their tokens. `num_failures`: times that it was seen to be down, or with
-    other weights. `remedy`: what to do after an error.
+    `returns_experts`: samples hold the experts of their tokens. `num_failures`: times that it was
+    seen to be down, or with other weights. `remedy`: what to do after an error.
     """
 
     remedy = "look at the server's log, start it again, and continue a run with --resume"
@@ -224,7 +224,7 @@ class VllmServer:
         Samples that are being made of a model are paused, and continue with the new weights. Those
         of an adapter continue with the adapter that they began with. Raises VllmServerError if the
         server fails, or did not take over some tensor. The version of its weights is then one that
-        `read_sample` refuses.
+        `read_samples` refuses.
         """
         text = f"answered a load of weights in another form than vLLM {SUPPORTED_RELEASES}"
         with check_form(self.url, text):

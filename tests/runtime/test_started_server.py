@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rank_server import shared_ranks
-from helpers import random_datums
 from test_vllm import BASE, check_logprobs, drain, make_policy, sample, update
 from vllm_stub import StubServer, vllm_server
 from whole_runs import RECIPE, train
@@ -275,7 +274,7 @@ def list_calls(stub):
 def test_a_server_sleeps_while_the_learner_works(kind, sleeping, state):
     """It wakes up to load weights: the new ones, or those that it had before."""
     policy, stub = sleeping(kind)
-    policy.forward(random_datums(8, seed=1), "cross_entropy").result()  # nothing sleeps yet
+    update(policy)  # nothing sleeps yet
     client = policy.save_weights_and_get_sampling_client()
     check_logprobs(policy, sample(client))
     again = sample(client)  # the check of the logprobs is work of the learner
@@ -325,9 +324,7 @@ def test_a_server_that_fails_to_sleep_or_wake_up_is_started_again(path, message,
     check_logprobs(policy, samples)
 
 
-def test_a_server_that_dies_asleep_is_restarted_when_it_has_to_sample(
-    sleeping, state, monkeypatch
-):
+def test_a_server_that_dies_asleep_is_restarted_when_it_has_to_sample(sleeping, state, monkeypatch):
     """Earlier its memory would be missing while the learner works."""
     monkeypatch.setattr(started_server, "_POLL_SECONDS", 0.05)
     policy, stub = sleeping()
@@ -546,7 +543,7 @@ def test_a_plan_counts_the_servers_share_of_the_memory():
         line = [*WORDS.split(), *words.split()]
         run = parse_run(line, METHODS, RECIPE, options=RunSettings)
         (needs,) = compute_stage_needs(run, launch, 16, traced=False)
-        peaks.append(needs.plan.peak / GIB)
+        peaks.append(needs.plan.sums["sample"] / GIB)
     assert np.allclose(np.diff(peaks), [24, 16])
 
 
@@ -555,6 +552,7 @@ def test_a_plan_counts_the_servers_share_of_the_memory():
     [
         (["--max-steps-off-policy", "0"], 2),
         (["--max-steps-off-policy", "2"], 24),
+        (["--stream-minibatches", "2"], 24),
         (["--sampler-command", "sh serve --no-enable-sleep-mode"], 24),
     ],
 )
