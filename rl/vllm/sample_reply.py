@@ -72,14 +72,6 @@ class ReplyRules:
     prompt_length: int = 0
 
 
-def check_adapter_name(url: str, reply: Mapping[str, Any], adapter: str | None) -> None:
-    """Raise VllmServerError if a reply is not of the adapter that the request named."""
-    if adapter is not None and reply.get("model") != adapter:
-        raise VllmServerError(
-            url, f"answered with the adapter {reply.get('model')!r}, expected {adapter!r}"
-        )
-
-
 def read_samples(
     url: str,
     reply: Mapping[str, Any],

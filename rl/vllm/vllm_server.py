@@ -14,7 +14,6 @@ from typing import Any
 from rl.errors import UserError
 from rl.vllm.sample_reply import (
     VllmServerError,
-    check_adapter_name,
     check_form,
     read_prompt_logprobs,
 )
@@ -183,7 +182,10 @@ class VllmServer:
         )
         if not isinstance(reply, dict):
             raise VllmServerError(self.url, f"returned {type(reply).__name__}, not an object")
-        check_adapter_name(self.url, reply, adapter)
+        if adapter is not None and (shown := reply.get("model")) != adapter:
+            raise VllmServerError(
+                self.url, f"answered with the adapter {shown!r}, expected {adapter!r}"
+            )
         return reply
 
     def score(
