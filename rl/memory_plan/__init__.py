@@ -5,7 +5,6 @@ from rl.memory_plan.byte_counts import (
     USABLE_FRACTION,
     MemoryItem,
     MemoryPlan,
-    constant_item,
     offloaded_activation_bytes,
     plan_memory,
     plan_sampler_memory,
@@ -49,7 +48,6 @@ __all__ = [
     "plan_sampler_memory",
     "count_pool_pages",
     "compute_concurrent_rows",
-    "constant_item",
     "staged_weight_bytes",
     "trace_micro_batch",
 ]

@@ -58,6 +58,7 @@ from rl.vllm import (
     VllmDecoder,
     VllmEngine,
     enables_adapters,
+    enables_sleep,
     find_command,
     find_free_port,
     score_on_servers,
@@ -109,12 +110,13 @@ class SamplingWorker:
         weights. Raises UserError if one cannot be used.
         """
         sampler = self.settings.sampler
+        sleeps = not sampler.urls and enables_sleep(sampler.command, self._is_cuda)
         port = 0 if sampler.urls else find_free_port()
         nonce, port = self.objects.broadcast_verb((secrets.token_hex(4), port))
         server = None
         if not sampler.urls:
             with collectives.all_or_none(self.accelerator.device):
-                launch = self._make_server_launch()
+                launch = self._make_server_launch(sleeps)
             server = StartedServer(
                 port,
                 sampler.request_seconds,
@@ -129,15 +131,16 @@ class SamplingWorker:
             request_seconds=sampler.request_seconds,
             max_rows=sampler.max_rows,
             started_server=server,
+            sleeps=sleeps,
             needs_experts=sampler.router_replay,
             needs_adapters=self.settings.share_bases,
         )
 
-    def _make_server_launch(self) -> ServerLaunch | None:
+    def _make_server_launch(self, sleeps: bool) -> ServerLaunch | None:
         """Return how rank 0 starts a vLLM server, None on other ranks. Raises UserError if it
         cannot.
         """
-        sampler, cuda = self.settings.sampler, self.accelerator.device.type == "cuda"
+        sampler, cuda = self.settings.sampler, self._is_cuda
         if spans_machines():
             raise UserError(
                 "sampler vllm starts a server on one machine, and this launch has processes on "
@@ -148,8 +151,20 @@ class SamplingWorker:
         dtype = "bfloat16" if self.sampler_dtype == torch.bfloat16 else "float32"
         command = find_command(sampler.command)
         return ServerLaunch(
-            command, dtype, sampler.max_rows, sampler.memory, cuda, sampler.router_replay
+            command, dtype, sampler.max_rows, sampler.memory, cuda, sampler.router_replay, sleeps
         )
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.accelerator.device.type == "cuda"
+
+    def _sleep_servers(self) -> None:
+        """Let the vLLM server of the run free its memory for the learner, unless samples of a
+        stream may be in flight.
+        """
+        if self.server_pool is not None and self.server_pool.can_sleep and not self.streams:
+            with collectives.all_or_none(self.accelerator.device):  # no rank learns before
+                self.server_pool.sleep()
 
     def _make_server_decoder(
         self,
@@ -195,8 +210,8 @@ class SamplingWorker:
         # rank 0 may have seen a server fail
         if self.objects.broadcast_verb(pool.is_resident(weights_id)):
             return
-        # of each server: whether it has the weights, and its longest sequence
-        servers: tuple[list[bool], list[int]] = ([], [])
+        # of each server: whether it has the weights, and its limits
+        servers: tuple[list[bool], list[tuple[int, int]]] = ([], [])
         used = (
             self.objects.gather(pool.find_used_adapters())
             if decoder.base_decoder is not None
@@ -207,7 +222,8 @@ class SamplingWorker:
                 assert decoder.weights is not None
                 names = {name for part in used or () for name in part}
                 loads = pool.load_weights(decoder.weights, names)
-                servers = (loads, [server.max_context for server in pool.servers])
+                limits = [(server.max_context, server.max_samples) for server in pool.servers]
+                servers = (loads, limits)
         pool.set_weights(weights_id, *self.objects.broadcast_verb(servers))
 
     def _send_saved_weights(

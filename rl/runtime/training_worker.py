@@ -303,6 +303,7 @@ class TrainingWorker(SamplingWorker):
         """Return this rank's outputs by datum index, its metric sums, and the mean temperature of
         the whole batch. Merged: outputs in order, and metrics. `options`: of `Learner.run_share`.
         """
+        self._sleep_servers()
         with self.kv_cache_pool.yield_to_learner():
             outputs, sums = self.learners[model_id].run_share(
                 share, _resolve_loss(loss_fn), config, **options
@@ -321,6 +322,7 @@ class TrainingWorker(SamplingWorker):
     @verb(LEARNER, on_refusal="drop_gradients", in_step=True)
     def optim_step(self, model_id: int, params: AdamParams) -> dict[str, float]:
         """Update the weights with the accumulated gradient and return the metrics."""
+        self._sleep_servers()
         with self.kv_cache_pool.yield_to_learner():
             metrics = self.learners[model_id].step(params)
         self.kv_cache_pool.record_update()

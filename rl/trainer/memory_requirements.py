@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rl.algorithms import METHODS, Method, ModelRequests
-from rl.config import ModelSettings, OptimSettings, RunConfig, StageConfig
+from rl.config import ModelSettings, OptimSettings, RolloutSettings, RunConfig, StageConfig
 from rl.distributed import (
     FSDPSharding,
     Sharding,
@@ -39,7 +39,6 @@ from rl.memory_plan import (
     ModelSkeleton,
     StepWork,
     compute_concurrent_rows,
-    constant_item,
     count_pool_pages,
     largest_micro_batch,
     load_model_skeleton,
@@ -59,7 +58,10 @@ from rl.reporting import contains_run
 from rl.sampler import DEFAULT_CACHE_TOKENS
 from rl.trainer.initial_weights import continues_adapter, find_base_model, find_previous_stage
 from rl.types.feature_table import check_features
+from rl.vllm import enables_sleep
 
+# What a sleeping vLLM server holds (CUDA context, graphs): an allowance, not measured
+_SLEEPING_SERVER_BYTES = 2 * GIB
 _DEFAULT_GPU = 80.0  # GiB of a hypothetical GPU
 # Of a device: more cache than the default is only used if the plan leaves the rest, because the
 # cache then stays allocated, with its CUDA graphs, while the learner works.
@@ -246,8 +248,12 @@ def _list_extra_memory(
     """
     items, host, sampling = [], [], settings.sampling
     if sampling.sampler == "vllm" and not sampling.sampler_url:
-        size = sampling.sampler_memory * launch.memory
-        items.append(constant_item("vLLM server (sampler_memory)", size))
+        size = asleep = sampling.sampler_memory * launch.memory
+        flow = getattr(settings, "flow", RolloutSettings())
+        is_streamed = flow.gradient_parts > 1 or flow.steps_off_policy > 0
+        if enables_sleep(sampling.sampler_command, launch.cuda) and not is_streamed:
+            asleep = min(size, _SLEEPING_SERVER_BYTES)
+        items.append(MemoryItem("vLLM server (sampler_memory)", size, asleep, asleep))
     if launch.expert_parallel_size > 1:  # what a rank sends, and what it receives
         rows = 2 * batch.rows * batch.length * shape.experts_per_token
         size = float(launch.compute_bytes * rows * shape.hidden)

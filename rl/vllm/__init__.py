@@ -6,6 +6,7 @@ from rl.vllm.started_server import (
     ServerLaunch,
     StartedServer,
     enables_adapters,
+    enables_sleep,
     find_command,
     find_free_port,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "VllmServer",
     "VllmServerError",
     "enables_adapters",
+    "enables_sleep",
     "find_command",
     "find_free_port",
     "score_on_servers",

@@ -1,4 +1,4 @@
-"""Read the reply of a vLLM server to a request of one sample, and reject whatever is not right."""
+"""Read the reply of a vLLM server to a request of samples, and reject whatever is not right."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import numpy as np
 from rl.errors import UserError
 from rl.layers import ExpertLayout
 from rl.types import SampledSequence
+
+_MISSING_PARTS = "returned a sample without token ids, logprobs or weight versions"
 
 
 class VllmServerError(Exception):
@@ -70,31 +72,38 @@ class ReplyRules:
     prompt_length: int = 0
 
 
-def check_adapter_name(url: str, reply: Mapping[str, Any], adapter: str | None) -> None:
-    """Raise VllmServerError if a reply is not of the adapter that the request named."""
-    if adapter is not None and reply.get("model") != adapter:
-        raise VllmServerError(
-            url, f"answered with the adapter {reply.get('model')!r}, expected {adapter!r}"
-        )
-
-
-def read_sample(
+def read_samples(
     url: str,
     reply: Mapping[str, Any],
+    count: int,
     rules: ReplyRules,
     known_versions: Mapping[str, int],
     adapter: str | None = None,
-) -> SampledSequence:
-    """Return the sample of a reply. `known_versions`: version of the weights by their id.
-    `adapter`: id of the adapter that sampled all tokens, also if others were loaded meanwhile.
+) -> list[SampledSequence]:
+    """Return the `count` samples of a reply in order of their seeds. `known_versions`: version of
+    the weights by their id. `adapter`: id of the adapter that sampled all tokens, also if others
+    were loaded meanwhile.
 
     Raises VllmServerError if the reply is not complete and consistent.
     """
-    with check_form(url, "returned a sample without token ids, logprobs or weight versions"):
-        choices = reply["choices"]
-        if len(choices) != 1:
-            raise VllmServerError(url, f"returned {len(choices)} samples, 1 was requested")
-        choice = choices[0]
+    with check_form(url, _MISSING_PARTS):
+        choices = {int(choice["index"]): choice for choice in reply["choices"]}
+        if len(reply["choices"]) != count or choices.keys() != set(range(count)):
+            indices = [choice["index"] for choice in reply["choices"]]
+            raise VllmServerError(
+                url, f"returned {len(indices)} samples, expected {count} (numbers {indices})"
+            )
+    return [_read_sample(url, choices[i], rules, known_versions, adapter) for i in range(count)]
+
+
+def _read_sample(
+    url: str,
+    choice: Mapping[str, Any],
+    rules: ReplyRules,
+    known_versions: Mapping[str, int],
+    adapter: str | None,
+) -> SampledSequence:
+    with check_form(url, _MISSING_PARTS):
         tokens = list(choice["token_ids"])
         entries = choice["logprobs"]["content"]
         finish_reason = choice["finish_reason"]

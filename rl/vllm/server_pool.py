@@ -47,9 +47,10 @@ class ServerPool:
 
     `nonce`: equal on all ranks and different in other runs: weights of other runs on the same
     server are detected. `root`: folder of the weights that servers load. `started_server`: one that
-    this run starts, in place of `urls`. `needs_experts`: samples hold the experts of their tokens.
-    `needs_adapters`: the servers hold the adapters of many clients. Raises UserError if a server of
-    `urls` does not answer, or was started with settings that cannot work.
+    this run starts, in place of `urls`; `sleeps`: it frees its memory in `sleep`. `needs_experts`:
+    samples hold the experts of their tokens. `needs_adapters`: the servers hold the adapters of
+    many clients. Raises UserError if a server of `urls` does not answer, or was started with
+    settings that cannot work.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ServerPool:
         request_seconds: float = 600.0,
         max_rows: int = _MAX_THREADS,
         started_server: StartedServer | None = None,
+        sleeps: bool = False,
         needs_experts: bool = False,
         needs_adapters: bool = False,
     ):
@@ -74,6 +76,7 @@ class ServerPool:
                     "return: start it with --enable-return-routed-experts, or turn router_replay "
                     "off"
                 )
+        self._may_sleep, self._is_awake = sleeps, False
         if started_server is not None:
             self.servers = [started_server]
         self.unties_head = any(not server.tied_head for server in self.servers)
@@ -133,6 +136,11 @@ class ServerPool:
     def max_context(self) -> int:
         """Return the number of tokens of the longest sequence."""
         return min(server.max_context for server in self.servers)
+
+    @property
+    def max_samples(self) -> int:
+        """Return the most samples of a request that every server takes."""
+        return min(server.max_samples for server in self.servers)
 
     @property
     def root(self) -> Path:
@@ -230,16 +238,34 @@ class ServerPool:
             warn_on_rank_zero(f"{message}: no samples are sent to it until the next weights")
         return [error is None for error in errors]
 
-    def set_weights(
-        self, weights_id: str, has_weights: Sequence[bool], max_contexts: Sequence[int] = ()
-    ) -> None:
-        """Record which servers have loaded weights, and their longest sequences, which only rank 0
-        knows of a server that it started. The others get no samples until the next weights.
+    @property
+    def can_sleep(self) -> bool:
+        """Return whether a server of this run holds memory that `sleep` frees, as on all ranks."""
+        return self._may_sleep and self._is_awake
+
+    def sleep(self) -> None:
+        """Let the server of this run free its memory until weights are loaded. All ranks call it,
+        without samples in flight.
         """
-        for server, max_context in zip(self.servers, max_contexts, strict=False):
-            server.max_context = max_context
+        self._is_awake = False
+        self._resident_ids.clear()
+        for server in self.servers:
+            server.sleep()
+
+    def set_weights(
+        self,
+        weights_id: str,
+        has_weights: Sequence[bool],
+        limits: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Record which servers have loaded weights, and their (max_context, max_samples), which
+        only rank 0 knows of a server that it started. The others get no samples until the next
+        weights.
+        """
+        for server, values in zip(self.servers, limits, strict=False):
+            server.max_context, server.max_samples = values
         with self._lock:
-            self.last_loaded_id = weights_id
+            self.last_loaded_id, self._is_awake = weights_id, True
             learner_id, _ = self._labels[weights_id]
             if not self._is_adapter(weights_id) or learner_id != self._resident_learner:
                 self._resident_ids.clear()
@@ -261,9 +287,13 @@ class ServerPool:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def send(
-        self, work: Callable[[VllmServer], T], is_needed: Callable[[], bool] = lambda: True
+        self,
+        work: Callable[[VllmServer], T],
+        is_needed: Callable[[], bool] = lambda: True,
+        num_samples: int = 1,
     ) -> T:
-        """Return the result of `work` on the server with the least load.
+        """Return the result of `work`, which makes `num_samples` samples, on the server with the
+        least load.
 
         A server that fails gets no more samples until it has loaded weights, and its work is sent
         to another server, or to the same if no other has the weights. `is_needed`: whether a
@@ -278,7 +308,7 @@ class ServerPool:
                 usable = [server for server in self.servers if not server.needs_reload]
                 current = [s for s in self.servers if s.last_loaded_id == self.last_loaded_id]
                 server = min(usable or current, key=lambda server: server.num_running)
-                server.num_running += 1
+                server.num_running += num_samples
                 weights_id, num_failures = server.last_loaded_id, server.num_failures
             try:
                 return work(server)
@@ -305,7 +335,7 @@ class ServerPool:
                     ) from error
             finally:
                 with self._lock:
-                    server.num_running -= 1
+                    server.num_running -= num_samples
             if all(server.needs_reload for server in self.servers):
                 if self.uses_adapters:
                     self._resident_ids.clear()  # the next verb loads them again

@@ -39,7 +39,8 @@ class ServerLaunch:
 
     `command`: the program and options of the user. `dtype`: such as "float32". `max_rows`: number
     of sequences decoded in a batch. `memory`: share of the device's memory. `cuda`: whether the
-    device is a GPU. `returns_experts`: samples hold the experts of their tokens.
+    device is a GPU. `returns_experts`: samples hold the experts of their tokens. `sleeps`: it can
+    free its memory while the learner works.
     """
 
     command: tuple[str, ...]
@@ -48,6 +49,7 @@ class ServerLaunch:
     memory: float
     cuda: bool
     returns_experts: bool = False
+    sleeps: bool = False
 
     def build_command(self, model: Path, port: int, lora_rank: int = 0) -> list[str]:
         """Return the command line of a server of the model in a folder. An option of the user takes
@@ -60,6 +62,7 @@ class ServerLaunch:
             "--max-model-len": ["auto"],
             "--max-num-seqs": [str(self.max_rows)],
             "--gpu-memory-utilization": [f"{self.memory:g}"],
+            "--disable-uvicorn-access-log": [],
         }
         # On a CPU vLLM does not update a tied head, fails at a seeded sample whose prompt is split
         # (a generator of a CPU has no offset), and compiles for longer than a short run takes.
@@ -69,6 +72,8 @@ class ServerLaunch:
             options["--hf-overrides"] = ['{"tie_word_embeddings": false}']
         if self.returns_experts:
             options["--enable-return-routed-experts"] = []
+        if self.sleeps:
+            options["--enable-sleep-mode"] = []
         if lora_rank:
             options["--max-lora-rank"] = [str(min(r for r in _LORA_RANKS if r >= lora_rank))]
             options["--max-loras"], options["--max-cpu-loras"] = ["2"], ["4"]
@@ -114,6 +119,14 @@ def find_command(command: str | None) -> tuple[str, ...]:
 def enables_adapters(command: str | None) -> bool:
     """Return whether a command starts a server that loads LoRA adapters."""
     return "--enable-lora" in _read_flags(_split_command(command))
+
+
+def enables_sleep(command: str | None, cuda: bool) -> bool:
+    """Return whether a server that a command starts can free its memory between samples. vLLM can
+    on a GPU.
+    """
+    flags = _read_flags(_split_command(command))
+    return "--no-enable-sleep-mode" not in flags and (cuda or "--enable-sleep-mode" in flags)
 
 
 def _split_command(command: str | None) -> list[str]:
@@ -166,6 +179,7 @@ class StartedServer(VllmServer):
         self._weights: ServerWeights | None = None
         self._num_restarts, self._has_failed = 0, False
         self._hangs = False  # a sample exceeded the time limit
+        self._sleeps = False  # its memory is free until it loads weights
         self._error: Exception | None = None  # after which it is not restarted
         if launch is not None:
             self.dtype, self.tied_head = f"torch.{launch.dtype}", launch.cuda
@@ -200,12 +214,33 @@ class StartedServer(VllmServer):
             try:
                 if self._process is None:
                     self._start()
+                elif self._sleeps:
+                    self.call("/wake_up", {}, self.request_seconds)
+                    self._sleeps = False
                 super().load_weights(self._weights)
                 return
             except VllmServerError as error:
                 if self._watcher is None or error.has_wrong_weights or self._closed.is_set():
                     raise
                 failure = str(error)
+
+    def sleep(self) -> None:
+        """Free the server's memory until it loads weights. No sample may be in flight. A server
+        that fails is ended, which frees its memory too, and starts with the next weights.
+
+        A LoRA server keeps its model in the memory of the CPU; others load all weights again.
+        """
+        if self._launch is None:
+            return
+        level = 1 if self.max_lora_rank else 2
+        with self._lock:
+            try:
+                self.call(f"/sleep?level={level}", {}, self.request_seconds)
+            except VllmServerError as error:
+                self._has_failed = True
+                warnings.warn(f"{error}: it is ended, and started again to sample", stacklevel=2)
+                self._stop_process()
+            self._sleeps = True
 
     def _prepare_restart(self, failure: str) -> None:
         """End the server and count a restart. Raises VllmServerError if there were enough."""
@@ -236,6 +271,10 @@ class StartedServer(VllmServer):
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         environment.setdefault("VLLM_NO_USAGE_STATS", "1")
         environment.setdefault("VLLM_RPC_BASE_PATH", str(self._folder))
+        if not self._launch.cuda:
+            # On a CPU vLLM moves the model to a separate process otherwise, and both processes
+            # wait for each other in busy loops, which take the cores of the learner.
+            environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         text = f"vLLM starts on {self.url}; its output is in {self._log}"
         print(text, file=sys.stderr, flush=True)
         self._process = SupervisedProcess(line, environment)
@@ -249,7 +288,7 @@ class StartedServer(VllmServer):
             self._has_failed |= not self._closed.is_set()
             self._stop_process()
             raise
-        self._hangs = False
+        self._hangs = self._sleeps = False
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="vllm-watch", daemon=True)
             self._watcher.start()
@@ -279,7 +318,7 @@ class StartedServer(VllmServer):
         next_health = time.monotonic() + _HEALTH_SECONDS
         while not self._closed.wait(_POLL_SECONDS):
             with self._lock:
-                if self._error is not None or self._closed.is_set():
+                if self._error is not None or self._closed.is_set() or self._sleeps:
                     continue
                 try:
                     if self._process is None or not self._process.read_output():

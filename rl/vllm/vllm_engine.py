@@ -31,12 +31,13 @@ from rl.types import (
     SampledSequence,
     SampleResponse,
 )
-from rl.vllm.sample_reply import ReplyRules, read_prompt_logprobs, read_sample
+from rl.vllm.sample_reply import ReplyRules, read_prompt_logprobs, read_samples
 from rl.vllm.server_pool import RejectedRequestError, ServerPool
 from rl.vllm.vllm_decoder import VllmDecoder
 from rl.vllm.vllm_server import VllmServer
 
 _STEP_SECONDS = 0.05  # time that a step waits for samples
+_SAMPLES_PER_REQUEST = 16  # at most: a failed request costs all of its samples
 _GREEDY_TEMPERATURE = 0.0
 
 
@@ -79,8 +80,8 @@ class VllmEngine:
         self.counters = EngineCounters()
         self._stop_strings = StopStringMatcher(tokenizer) if tokenizer is not None else None
         self._states: dict[int, _RequestState] = {}
-        # (request id, sample, the sample or its error); from the threads that wait for servers
-        self._results: queue.SimpleQueue[tuple[int, int, SampledSequence | BaseException]] = (
+        # (request id, first sample, samples or their error); from the threads that wait for servers
+        self._results: queue.SimpleQueue[tuple[int, int, list[SampledSequence] | BaseException]] = (
             queue.SimpleQueue()
         )
         self._next_id = 0
@@ -150,41 +151,42 @@ class VllmEngine:
         )
         request_id, self._next_id = self._next_id, self._next_id + 1
         self._states[request_id] = state = _RequestState(request, rules, strings)
-        for sample in range(request.num_samples):
-            future = self.pool.executor.submit(self._sample, request_id, sample, state, prompt)
+        for samples in _split_samples(request, self.pool.max_samples):
+            future = self.pool.executor.submit(self._sample, request_id, samples, state, prompt)
             state.futures.append(future)
         return request_id
 
     def _sample(
-        self, request_id: int, sample: int, state: _RequestState, prompt: list[int]
+        self, request_id: int, samples: range, state: _RequestState, prompt: list[int]
     ) -> None:
-        """Request a sample from a server, in a thread, and queue it or its error."""
-        params = _make_params(state, sample)
+        """Request samples from a server, in a thread, and queue them or their error."""
+        params = _make_params(state, samples)
         if self.pool.uses_adapters:
             params.pop("prompt_logprobs", None)
         scores_prompt, topk = "prompt_logprobs" in params, state.request.topk_prompt_logprobs
 
-        def work(server: VllmServer) -> SampledSequence:
+        def work(server: VllmServer) -> list[SampledSequence]:
             # a sample of an adapter keeps it: the reference keeps its folder
             first_id, decoder = server.last_loaded_id, self.decoder
             reply = server.sample(prompt, params, decoder.adapter)
             newest = self.decoder if decoder.adapter is None else decoder
             versions = self.pool.find_versions(newest.weights_id, first_id)
-            sequence = read_sample(server.url, reply, state.rules, versions, decoder.adapter)
-            if sample == 0 and state.request.scores_prompt and self.pool.uses_adapters:
+            sequences = read_samples(
+                server.url, reply, len(samples), state.rules, versions, decoder.adapter
+            )
+            if 0 in samples and state.request.scores_prompt and self.pool.uses_adapters:
                 state.prompt_logprobs, _ = server.score(prompt, decoder.adapter)
             elif scores_prompt:
                 logprobs, best = read_prompt_logprobs(server.url, reply, prompt, topk)
                 state.prompt_logprobs, state.topk_logprobs = logprobs, best
-            return sequence
+            return sequences
 
-        result: SampledSequence | BaseException
+        result: list[SampledSequence] | BaseException
         try:
-            result = self.pool.send(work, lambda: request_id in self._states)
-            result.temperature = state.request.params.temperature
+            result = self.pool.send(work, lambda: request_id in self._states, len(samples))
         except BaseException as error:  # noqa: BLE001  (raised by the step that reads the result)
             result = error
-        self._results.put((request_id, sample, result))
+        self._results.put((request_id, samples[0], result))
 
     def step(self) -> list[FinishedRequest]:
         """Wait for samples, and return the completed requests. One that a server refused carries
@@ -196,7 +198,7 @@ class VllmEngine:
         timeout = _STEP_SECONDS
         while self._states:
             try:
-                request_id, sample, result = self._results.get(timeout=timeout)
+                request_id, first, result = self._results.get(timeout=timeout)
             except queue.Empty:
                 break
             timeout = 0.0
@@ -210,10 +212,12 @@ class VllmEngine:
             if isinstance(result, BaseException):
                 self.close()
                 raise result
-            state.sequences[sample] = result
-            self.counters.emitted_tokens += len(result.tokens)
-            self.counters.decoded_rows += len(result.tokens)
-            self.counters.finished_samples += 1
+            for sample, sequence in enumerate(result, first):
+                sequence.temperature = state.request.params.temperature
+                state.sequences[sample] = sequence
+                self.counters.emitted_tokens += len(sequence.tokens)
+                self.counters.decoded_rows += len(sequence.tokens)
+                self.counters.finished_samples += 1
             if len(state.sequences) == state.request.num_samples:
                 del self._states[request_id]
                 self.counters.prefill_prompts += 1
@@ -313,16 +317,26 @@ def _check_supported(request: SamplingRequest) -> None:
         )
 
 
-def _make_params(state: _RequestState, sample: int) -> dict[str, Any]:
-    """Return vLLM's sampling parameters of a sample. All defaults of the server are replaced: a
-    number of `SamplingParams` has vLLM's name.
+def _split_samples(request: SamplingRequest, max_samples: int) -> list[range]:
+    """Return the samples of each request to a server. Sample 0 has a request of its own if the
+    prompt is scored: vLLM would score it for each sample.
+    """
+    first = int(request.scores_prompt)
+    starts = range(first, request.num_samples, min(_SAMPLES_PER_REQUEST, max_samples))
+    rest = [range(i, min(i + starts.step, request.num_samples)) for i in starts]
+    return [range(1), *rest] if first else rest
+
+
+def _make_params(state: _RequestState, samples: range) -> dict[str, Any]:
+    """Return vLLM's sampling parameters of samples. All defaults of the server are replaced: a
+    number of `SamplingParams` has vLLM's name. vLLM adds the position in the request to the seed.
     """
     params, request = state.request.params, state.request
     fields: dict[str, Any] = {
         **{name: getattr(params, name) for name in PARAMETER_BOUNDS},
-        "n": 1,
+        "n": len(samples),
         "max_tokens": state.rules.max_tokens,
-        "seed": _derive_stream(request, sample),
+        "seed": _derive_stream(request) + request.first_index + samples[0],
         "logprobs": 0,
         "stop_token_ids": sorted(state.rules.stop_ids),
         "ignore_eos": True,  # stop_token_ids holds them
@@ -331,7 +345,7 @@ def _make_params(state: _RequestState, sample: int) -> dict[str, Any]:
     }
     if params.temperature == _GREEDY_TEMPERATURE:  # its token is the same, its logprob is whole
         fields |= TRUNCATION_DEFAULTS
-    if request.scores_prompt and sample == 0:
+    if request.scores_prompt and 0 in samples:
         fields["prompt_logprobs"] = request.topk_prompt_logprobs
     if state.stop_strings:
         fields["stop"] = list(state.stop_strings)
@@ -340,7 +354,7 @@ def _make_params(state: _RequestState, sample: int) -> dict[str, Any]:
     return fields
 
 
-def _derive_stream(request: SamplingRequest, sample: int) -> int:
-    """Return the seed of a sample, in [0, 2**63)."""
-    key = f"{request.seed} {request.problem} {request.first_index + sample}"
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1
+def _derive_stream(request: SamplingRequest) -> int:
+    """Return the seed of a problem's first sample, in [0, 2**62)."""
+    key = f"{request.seed} {request.problem}"
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 2

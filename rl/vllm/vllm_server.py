@@ -14,7 +14,6 @@ from typing import Any
 from rl.errors import UserError
 from rl.vllm.sample_reply import (
     VllmServerError,
-    check_adapter_name,
     check_form,
     read_prompt_logprobs,
 )
@@ -37,10 +36,10 @@ class VllmServer:
     `request_seconds`: time limit of a sample. `num_running`: samples that the server is working on.
     `last_loaded_id`: of the weights that it loaded last, "" if the last load failed.
     `needs_reload`: the server failed, and gets no samples until it has loaded weights again.
-    `max_logprobs`: most logprobs of a position that it returns, -1 for all. `max_lora_rank`:
-    largest rank of an adapter that it loads, 0 without --enable-lora. `returns_experts`: samples
-    hold the experts of their tokens. `num_failures`: times that it was seen to be down, or with
-    other weights. `remedy`: what to do after an error.
+    `max_samples`: of a request. `max_logprobs`: most logprobs of a position that it returns, -1 for
+    all. `max_lora_rank`: largest rank of an adapter that it loads, 0 without --enable-lora.
+    `returns_experts`: samples hold the experts of their tokens. `num_failures`: times that it was
+    seen to be down, or with other weights. `remedy`: what to do after an error.
     """
 
     remedy = "look at the server's log, start it again, and continue a run with --resume"
@@ -48,7 +47,7 @@ class VllmServer:
     def __init__(self, url: str, request_seconds: float):
         self.url, self.request_seconds = url.rstrip("/").removesuffix("/v1"), request_seconds
         self.num_running, self.last_loaded_id, self.needs_reload = 0, "", False
-        self.max_context, self.num_failures = 0, 0
+        self.max_context, self.max_samples, self.num_failures = 0, 1, 0
         self.max_logprobs = 20  # vLLM's default
         self.max_lora_rank, self.returns_experts = 0, False
         self.dtype, self.tied_head, self.tensor_parallel = "torch.float32", True, 1
@@ -69,6 +68,7 @@ class VllmServer:
             config = self.call("/server_info?config_format=json")["vllm_config"]
             model, parallel = config["model_config"], config["parallel_config"]
             self.max_context = int(model["max_model_len"])
+            self.max_samples = int(config["scheduler_config"]["max_num_seqs"])
             self.dtype = str(model["dtype"])
             self.max_logprobs = int(model.get("max_logprobs", self.max_logprobs))
             self.tied_head = (model.get("hf_overrides") or {}).get("tie_word_embeddings", True)
@@ -171,7 +171,7 @@ class VllmServer:
     def sample(
         self, prompt: list[int], sampling_params: dict[str, Any], adapter: str | None = None
     ) -> dict[str, Any]:
-        """Return the reply to a request of one sample, of the model or of an adapter on it. Raises
+        """Return the reply to a request of samples, of the model or of an adapter on it. Raises
         VllmServerError.
         """
         name = {} if adapter is None else {"model": adapter}
@@ -182,7 +182,10 @@ class VllmServer:
         )
         if not isinstance(reply, dict):
             raise VllmServerError(self.url, f"returned {type(reply).__name__}, not an object")
-        check_adapter_name(self.url, reply, adapter)
+        if adapter is not None and (shown := reply.get("model")) != adapter:
+            raise VllmServerError(
+                self.url, f"answered with the adapter {shown!r}, expected {adapter!r}"
+            )
         return reply
 
     def score(
@@ -223,7 +226,7 @@ class VllmServer:
         Samples that are being made of a model are paused, and continue with the new weights. Those
         of an adapter continue with the adapter that they began with. Raises VllmServerError if the
         server fails, or did not take over some tensor. The version of its weights is then one that
-        `read_sample` refuses.
+        `read_samples` refuses.
         """
         text = f"answered a load of weights in another form than vLLM {SUPPORTED_RELEASES}"
         with check_form(self.url, text):
@@ -306,6 +309,9 @@ class VllmServer:
 
     def wait_for_recovery(self, failure: VllmServerError, weights_ids: Collection[str]) -> None:
         """Wait for a restart after a failure. Does nothing for a server that the user started."""
+
+    def sleep(self) -> None:
+        """Free the server's memory. Does nothing for a server that the user started."""
 
     def close(self) -> None:
         """End the server. Does nothing for a server that the user started."""

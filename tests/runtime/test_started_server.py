@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rank_server import shared_ranks
-from test_vllm import BASE, check_logprobs, make_policy, sample, update
+from test_vllm import BASE, check_logprobs, drain, make_policy, sample, update
 from vllm_stub import StubServer, vllm_server
 from whole_runs import RECIPE, train
 
 from rl import ServiceClient
 from rl.algorithms import METHODS
+from rl.client import SampleStream
 from rl.config import RunSettings
 from rl.config.cli import parse_run
 from rl.errors import UserError
@@ -29,7 +30,9 @@ from rl.memory_plan import GIB, LaunchShape
 from rl.processes import find_descendants
 from rl.runtime import sampling_worker
 from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
+from rl.sampler import SamplingRequest
 from rl.trainer.memory_requirements import compute_stage_needs
+from rl.types import SamplingParams
 from rl.vllm import ServerPool, started_server
 from rl.vllm.transfer_validation import ServerWeights
 
@@ -129,7 +132,7 @@ def test_a_server_starts_with_the_weights_and_ends_with_the_service(
 
 
 def make_adapter_policy(state, url, stack, rank=4):
-    """Return a policy whose adapters a started server gets, and which dies at its eighth sample."""
+    """Return a policy whose adapters a started server gets, and which dies at its fourth request of samples."""
     command = make_command(state, url, "dies", 1, 1, ("--enable-lora",))
     sampler = SamplerSettings(kind="vllm", command=command, request_seconds=60.0)
     settings = WorkerSettings(dtype="fp32", sampler=sampler)
@@ -162,7 +165,7 @@ def test_a_rank_above_that_of_the_command_is_refused_at_the_start_of_the_server(
 
 
 def test_a_server_that_dies_costs_its_own_samples(connect, state):
-    """The server dies at its eighth sample, and again after the first restart."""
+    """The server dies at its fourth request of samples, and again after the first restart."""
     policy = make_policy(connect("dies", 1, 2))
     with pytest.warns(UserWarning, match="killed by SIGKILL.*is restarted") as warned:
         check_samples(policy)
@@ -225,6 +228,133 @@ def test_the_number_of_restarts_is_bounded(connect, state):
             check_samples(policy)
             check_samples(policy)
     assert int(state.read_text()) >= 4
+
+
+# --------------------------------------------------------------------------------------- sleep
+
+
+@pytest.fixture
+def sleeping(state):
+    """Yield a function that returns a policy with a server that sleeps, and the stub behind it."""
+    with ExitStack() as stack:
+
+        def make(kind="full", fault="none"):
+            stub = StubServer()
+            stub.lora_rank = 8 if kind == "adapter" else 0
+            url = stack.enter_context(vllm_server(stub, lambda fault, reply: (200, reply)))
+            options = ("--enable-sleep-mode", *["--enable-lora"] * (kind == "adapter"))
+            command = make_command(state, url, fault, 1, 1, options)
+            sampler = SamplerSettings(kind="vllm", command=command, request_seconds=60.0)
+            settings = WorkerSettings(dtype="fp32", sampler=sampler)
+            folder = state.parent / "out"
+            service = ServiceClient(output_dir=folder, seed=3, settings=settings)
+            stack.enter_context(service)
+            if kind == "adapter":
+                return service.create_lora_training_client(
+                    BASE, 4, seed=2, train_unembed=False
+                ), stub
+            return make_policy(service, kind), stub
+
+        yield make
+
+
+def list_calls(stub):
+    """Return the calls that sample, load, sleep and wake, equal neighbours once."""
+    shown = {
+        "/inference/v1/generate": "sample",
+        "/collective_rpc": "load",
+        "/sleep": "sleep",
+        "/wake_up": "wake",
+    }
+    calls = [shown[path] for path in stub.calls if path in shown]
+    return [call for i, call in enumerate(calls) if i == 0 or call != calls[i - 1]]
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_server_sleeps_while_the_learner_works(kind, sleeping, state):
+    """It wakes up to load weights: the new ones, or those that it had before."""
+    policy, stub = sleeping(kind)
+    update(policy)  # nothing sleeps yet
+    client = policy.save_weights_and_get_sampling_client()
+    check_logprobs(policy, sample(client))
+    again = sample(client)  # the check of the logprobs is work of the learner
+    check_logprobs(policy, again)
+    update(policy)
+    check_samples(policy)
+    turn = ["wake", "load", "sample", "sleep"]
+    assert list_calls(stub) == ["sample", "load", "sample", "sleep", *turn, *turn]
+    assert stub.sleep_level == 2 and state.read_text() == "1"
+
+
+def test_a_server_with_adapters_keeps_its_model_while_it_sleeps(sleeping):
+    policy, stub = sleeping("adapter")
+    for _ in range(2):
+        check_samples(policy)
+        update(policy)
+    assert stub.calls.count("/sleep") == 2 and stub.sleep_level == 1
+    assert len(stub.folders) == 1 and len(stub.adapters) == 2
+
+
+def test_a_server_does_not_sleep_while_a_stream_is_open(sleeping):
+    policy, stub = sleeping()
+    stream = SampleStream(policy.save_weights_and_get_sampling_client())
+    stub.token_seconds = 0.03
+    params = SamplingParams(max_tokens=20, temperature=0.7, stop=[])
+    stream.add(SamplingRequest(prompt=[3, 4], params=params))
+    assert not stream.run_steps(2).finished
+    update(policy)
+    drain(stream)
+    assert "/sleep" not in stub.calls
+    update(policy)
+    assert stub.sleep_level == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "message"), [("/wake_up", "is restarted"), ("/sleep", "is ended, and started again")]
+)
+def test_a_server_that_fails_to_sleep_or_wake_up_is_started_again(path, message, sleeping, state):
+    policy, stub = sleeping()
+    sample(policy.save_weights_and_get_sampling_client())
+    stub.failing_path = path
+    with pytest.warns(UserWarning, match=f"answered {path}.*HTTP 500.*{message}"):
+        update(policy)
+        samples = sample(policy.save_weights_and_get_sampling_client())
+    stub.failing_path = None
+    assert state.read_text() == "2"
+    check_logprobs(policy, samples)
+
+
+def test_a_server_that_dies_asleep_is_restarted_when_it_has_to_sample(sleeping, state, monkeypatch):
+    """Earlier its memory would be missing while the learner works."""
+    monkeypatch.setattr(started_server, "_POLL_SECONDS", 0.05)
+    policy, stub = sleeping()
+    check_samples(policy)
+    assert stub.sleep_level == 2
+    for pid in list_processes(str(state)):
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(1)
+    assert state.read_text() == "1"
+    with pytest.warns(UserWarning, match="is restarted"):
+        check_samples(policy)
+    assert state.read_text() == "2"
+
+
+@pytest.mark.parametrize(
+    ("option", "cuda", "sleeps"),
+    [
+        ("", True, True),
+        ("", False, False),
+        ("--no-enable-sleep-mode", True, False),
+        ("--enable_sleep_mode", False, True),
+    ],
+)
+def test_sleep_is_for_a_server_on_a_gpu(option, cuda, sleeps, tmp_path):
+    command = f"vllm serve {option}"
+    assert started_server.enables_sleep(command, cuda) == sleeps
+    words = tuple(command.split())
+    launch = started_server.ServerLaunch(words, "float32", 8, 0.3, cuda=cuda, sleeps=sleeps)
+    line = launch.build_command(tmp_path, 81)
+    assert ("--enable-sleep-mode" in line) == (sleeps and not option)
 
 
 def test_options_of_the_user_replace_those_of_the_run(tmp_path):
@@ -413,8 +543,25 @@ def test_a_plan_counts_the_servers_share_of_the_memory():
         line = [*WORDS.split(), *words.split()]
         run = parse_run(line, METHODS, RECIPE, options=RunSettings)
         (needs,) = compute_stage_needs(run, launch, 16, traced=False)
-        peaks.append(needs.plan.peak / GIB)
+        peaks.append(needs.plan.sums["sample"] / GIB)
     assert np.allclose(np.diff(peaks), [24, 16])
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        (["--max-steps-off-policy", "0"], 2),
+        (["--max-steps-off-policy", "2"], 24),
+        (["--stream-minibatches", "2"], 24),
+        (["--sampler-command", "sh serve --no-enable-sleep-mode"], 24),
+    ],
+)
+def test_a_plan_counts_the_server_while_the_learner_works_unless_it_sleeps(words, size):
+    launch = LaunchShape(cuda=True, bf16=True, memory=80 * GIB)
+    run = parse_run([*WORDS.split(), *words], METHODS, RECIPE, options=RunSettings)
+    (needs,) = compute_stage_needs(run, launch, 16, traced=False)
+    (item,) = [item for item in needs.plan.items if item.name.startswith("vLLM server")]
+    assert [item.sample / GIB, item.train / GIB, item.update / GIB] == [24, size, size]
 
 
 def read_command(pid):

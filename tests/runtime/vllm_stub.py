@@ -41,10 +41,11 @@ class StubServer:
         self.model, self.version, self.fault, self.max_faults = None, "default", None, math.inf
         self.release, self.logprobs_mode, self.quantization = "0.32.1", "processed_logprobs", None
         self.token_seconds, self.scale_out = 0.0, True
-        self.chunked_prefill = False
+        self.chunked_prefill, self.max_num_seqs = False, 256
         self.logprob_error = 0.0  # of each sampled token
         self.lora_rank, self.adapters, self.loads_at_run_time = 0, {}, True
         self.unloaded = []  # names of adapters
+        self.sleep_level = 0  # 0: awake
         self.returns_experts = False
         self.checksum_reply = None  # a reply that differs from vLLM's
         self.failing_path = None  # of a call that is executed, then answered with an error
@@ -72,6 +73,7 @@ class StubServer:
         }
         parallel = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
         scheduler = {"runner_type": "generate", "enable_chunked_prefill": self.chunked_prefill}
+        scheduler["max_num_seqs"] = self.max_num_seqs
         lora = {"max_lora_rank": self.lora_rank, "target_modules": None} if self.lora_rank else None
         parts = {
             "parallel_config": parallel,
@@ -82,8 +84,9 @@ class StubServer:
         }
         return {"vllm_config": {"model_config": model, **parts}}
 
-    def post(self, path, body):
+    def post(self, path, body, query=""):
         self.calls.append(path)
+        assert not self.sleep_level or path in ("/wake_up", "/start")
         if path == "/pause":
             self.running.clear()
             with self.lock:  # wait for the current token
@@ -92,6 +95,7 @@ class StubServer:
             self.running.set()
         elif path == "/start":  # called by vllm_stub_program.py
             self.load(body["model"])
+            self.sleep_level = 0
             self.version, self.adapters = "default", {}
             self.running.set()
         elif path == "/collective_rpc":
@@ -99,6 +103,14 @@ class StubServer:
             self.folders.append(body["kwargs"]["weights_path"])
             if self.fault != "old weights":
                 self.load(self.folders[-1])
+        elif path == "/sleep":
+            self.sleep_level = int(query.removeprefix("level="))
+            assert self.sleep_level == (1 if self.lora_rank else 2)
+            if self.sleep_level == 2:  # vLLM discards the weights
+                for parameter in self.model.parameters():
+                    parameter.detach().fill_(float("nan"))
+        elif path == "/wake_up":
+            self.sleep_level = 0
         elif path == "/reset_prefix_cache":
             return {"success": True}
         elif path == "/weight_checker":
@@ -174,8 +186,8 @@ class StubServer:
         return base64.b64encode(file.getvalue()).decode()
 
     def generate(self, prompt, params, name=None):
-        """Sample token by token; each token is labelled with the version of its time. A sample of
-        an adapter keeps it.
+        """Return the reply to a request of `n` samples, the last first. A sample of an adapter
+        keeps it.
         """
         adapter = None if name is None else self.adapters[name][1]
         if self.model is None:  # the check at the start
@@ -185,7 +197,30 @@ class StubServer:
             choice = {"index": 0, "finish_reason": "length", "token_ids": [0]}
             choice |= {"weight_versions": [span], "logprobs": {"content": [entry]}}
             return {"choices": [choice], "prompt_logprobs": None}
-        generator = torch.Generator().manual_seed(params.get("seed", 0) % 2**31)
+        numbers = range(params.get("n", 1))
+        assert len(numbers) <= self.max_num_seqs  # vLLM refuses the request
+        choices = [self.sample(prompt, params, adapter, number) for number in numbers[::-1]]
+        reply = {"choices": choices, "prompt_logprobs": None, "model": name or "base"}
+        if "prompt_logprobs" in params:
+            assert not self.lora_rank  # vLLM fails
+            assert len(numbers) == 1  # it would score the prompt for each sample
+            whole = torch.log_softmax(self.logits(prompt, adapter), -1)
+            reply["prompt_logprobs"] = [None] + [
+                {
+                    str(other): {"logprob": float(whole[i, other])}
+                    for other in [token, *whole[i].topk(params["prompt_logprobs"]).indices.tolist()]
+                }
+                for i, token in enumerate(prompt[1:])
+            ]
+            if self.fault == "no prompt logprobs":
+                reply["prompt_logprobs"].pop()
+        return reply
+
+    def sample(self, prompt, params, adapter, number):
+        """Sample token by token, with a seed that grows with the sample's number; each token is
+        labelled with the version of its time.
+        """
+        generator = torch.Generator().manual_seed((params.get("seed", 0) + number) % 2**31)
         tokens, entries, spans, reason = [], [], [], "length"
         temperature = params.get("temperature", 1.0)
         while len(tokens) < params["max_tokens"] and reason == "length":
@@ -217,24 +252,11 @@ class StubServer:
             )
             if token in params.get("stop_token_ids", ()):
                 reason = "stop"
-        choice = {"index": 0, "finish_reason": reason, "token_ids": tokens}
+        choice = {"index": number, "finish_reason": reason, "token_ids": tokens}
         choice |= {"weight_versions": spans, "logprobs": {"content": entries}}
         if self.returns_experts:
             choice["routed_experts"] = self.encode_experts([*prompt, *tokens][:-1])
-        reply = {"choices": [choice], "prompt_logprobs": None, "model": name or "base"}
-        if "prompt_logprobs" in params:
-            assert not self.lora_rank  # vLLM fails
-            whole = torch.log_softmax(self.logits(prompt, adapter), -1)
-            reply["prompt_logprobs"] = [None] + [
-                {
-                    str(other): {"logprob": float(whole[i, other])}
-                    for other in [token, *whole[i].topk(params["prompt_logprobs"]).indices.tolist()]
-                }
-                for i, token in enumerate(prompt[1:])
-            ]
-            if self.fault == "no prompt logprobs":
-                reply["prompt_logprobs"].pop()
-        return reply
+        return choice
 
 
 @contextmanager
@@ -259,7 +281,7 @@ def vllm_server(stub, spoil):
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            path = urlsplit(self.path).path
+            path, query = urlsplit(self.path).path, urlsplit(self.path).query
             samples = path == "/inference/v1/generate"
             if samples and not stub.scale_out:
                 return self.send(403, {"error": {"message": "Scale-out endpoints are disabled"}})
@@ -270,7 +292,7 @@ def vllm_server(stub, spoil):
                     return self.send(400, {"error": {"message": "must be provided"}})
             if samples and body.get("model", "base") not in ("base", *stub.adapters):
                 return self.send(404, {"error": {"message": "The model does not exist"}})
-            reply = (200, stub.post(path, body))
+            reply = (200, stub.post(path, body, query))
             if (
                 samples
                 and stub.fault not in (None, "old weights", "old adapter")

@@ -3,7 +3,7 @@ N
 
 It forwards requests to the stub at URL, so it needs no torch and starts quickly. The fault applies
 to starts FIRST to LAST, which the file STATE counts. "ends": it exits before it answers. "silent":
-it never answers. "dies", "hangs": it is killed or stopped at its eighth sample.
+it never answers. "dies", "hangs": it is killed or stopped at its fourth request of samples.
 """
 
 import json
@@ -16,7 +16,8 @@ import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-arguments = [word for word in sys.argv[1:] if word != "--enable-lora"]
+OPTIONS = "--enable-lora", "--enable-sleep-mode"
+arguments = [word for word in sys.argv[1:] if word not in OPTIONS]
 state, fault, first, last, url, model, *options = arguments
 count = Path(state)
 starts = int(count.read_text()) + 1 if count.is_file() else 1
@@ -52,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(self.rfile.read(int(self.headers["Content-Length"])))
 
     def answer(self, body):
-        if self.path == "/inference/v1/generate" and next(samples) == 8 and fault in FATAL:
+        if self.path == "/inference/v1/generate" and next(samples) == 4 and fault in FATAL:
             os.kill(os.getpid(), FATAL[fault])
         status, text = call(self.path, body)
         self.send_response(status)
