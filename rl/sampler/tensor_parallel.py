@@ -6,7 +6,9 @@ and the small side of an adapter are whole on every rank. All ranks of the tenso
 decode the same rows in the same order with the same random streams, and each computes with its
 shard. The group sums after attention and after the MLP of each layer (and after the embedding), and
 concatenates the logits after the head. So hidden states, logits and samples are the same on all
-ranks. Shapes: V vocabulary.
+ranks, and so is every decision of their engines, which depends on samples and requests alone. What
+depends on a rank's memory or device is decided together (`all_ranks_agree`). CUDA graphs contain
+the sums: all ranks capture and replay the same graphs in the same order. Shapes: V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels import VocabShard
 from rl.errors import UserError
 
 
@@ -118,6 +121,24 @@ def check_shard_counts(size: int, heads: int, key_heads: int, columns: int) -> N
             f"sampler_tp {size} does not divide this model's {', '.join(odd)}: every rank must "
             f"hold the same number. Smaller sizes that do: {', '.join(map(str, fitting))}"
         )
+
+
+def all_ranks_agree(
+    tp_group: TensorParallelGroup | None, value: bool, device: torch.device
+) -> bool:
+    """Return whether `value` is true on all ranks of the group; without a group, `value`."""
+    if tp_group is None:
+        return value
+    dissenting = tp_group.all_reduce_(torch.tensor([0.0 if value else 1.0], device=device))
+    return float(dissenting) == 0.0
+
+
+def make_vocab_shard(tp_group: TensorParallelGroup | None, total: int) -> VocabShard | None:
+    """Describe this rank's rows of a vocabulary of `total`; None without a group."""
+    if tp_group is None:
+        return None
+    first, widest = shard_range(total, tp_group)[0], -(-total // tp_group.size)
+    return VocabShard(tp_group.rank, first, widest, tp_group.all_gather, tp_group.all_reduce_)
 
 
 def gather_columns(tp_group: TensorParallelGroup, columns: Tensor, total: int) -> Tensor:

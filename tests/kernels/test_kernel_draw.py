@@ -88,7 +88,11 @@ class Team:
     """Ranks that are threads, of which one computes at a time: the interpreter has global state."""
 
     def __init__(self, size):
-        self.lock, self.barrier, self.parts = threading.Lock(), threading.Barrier(size), [None] * size
+        self.lock, self.barrier, self.parts = (
+            threading.Lock(),
+            threading.Barrier(size),
+            [None] * size,
+        )
 
     def shards(self, w):
         """Return the rows of each rank, and their shard."""
