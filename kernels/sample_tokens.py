@@ -62,7 +62,9 @@ class VocabShard:
         indices of rows there.
         """
         sampled = torch.stack([(token_N + self.first).double(), logprob_N.double()])
-        token_N, logprob_N = self.all_reduce_(sampled.masked_fill_(~here_N, 0.0)).unbind(0)
+        token_N, logprob_N = self.all_reduce_(
+            sampled.masked_fill_(here_N.logical_not(), 0.0)
+        ).unbind(0)
         return token_N.long(), logprob_N.float()
 
 

@@ -151,4 +151,5 @@ def gather_columns(tp_group: TensorParallelGroup, columns: Tensor, total: int) -
         last - first
         for first, last in (shard_range(total, tp_group, rank) for rank in range(tp_group.size))
     ]
-    return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+    # `narrow`, since indexing queries the device even of fake tensors
+    return torch.cat([p.narrow(-1, 0, w) for p, w in zip(parts, widths, strict=True)], dim=-1)

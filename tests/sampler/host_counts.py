@@ -35,7 +35,7 @@ from rl.sampler.forward_fast import _PREFILL_TOKENS
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
 from rl.types import LoraConfig, SamplingParams
-from rl.types.feature_table import EXCLUDED_PAIRS
+from rl.types.feature_table import find_conflict
 
 LAYERS, VOCAB, MOST = 24, 512, 1024
 WORDS = 151_936  # the vocabulary of Qwen2.5, for the token selection
@@ -309,7 +309,7 @@ def compare_with_targets(repeats: int = 7) -> Iterator[tuple[str, str, str, Any,
         case = f"{rows} rows, {WORDS} words"
         yield "token selection", case, "rows of a program", programs, 1
         yield "token selection", case, "dependent iterations", iterations, 3
-    eager = ("device steps", "tensor parallelism") in EXCLUDED_PAIRS
+    eager = find_conflict(("device steps", "tensor parallelism")) is not None
     yield "tensor parallelism", "decode step", "", "eager" if eager else "graphs", "graphs"
     captures, mode = graph_captures()
     yield "graph capture", "after the first chunk", "graphs", captures, 0

@@ -58,7 +58,7 @@ def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
         multistep_engine(decoder, num_speculative_tokens=2)
     decoder.device = torch.device("cuda")
     # as on a GPU, which this machine may not have
-    decoder.new_state = lambda tokens: SimpleNamespace()
+    decoder.new_state = lambda tokens: SimpleNamespace(decoder=decoder)
     assert kind_of(make_engine(decoder, num_speculative_tokens=2)) == "plain"
     with pytest.raises(ValueError, match="auto, plain, paged"):
         make_engine(decoder, "pages")
