@@ -43,7 +43,7 @@ def make_engine(
     host sync (CUDA graphs on CUDA) unless a feature excludes them. "auto": plain on a CPU, and
     where a feature excludes several steps per host sync. On CUDA, "auto" is otherwise paged if both
     engines returned the same samples on this device in a trial (about a second, run once); if not,
-    a warning is printed and "auto" is plain.
+    a warning is printed and "auto" is plain. Ranks that split the decoder choose the same.
 
     `idle_pool` provides the KV cache pool of an earlier paged engine, and receives the pool when
     this engine is closed. `sizes`: see `Engine`. `features`: "adapters per row" (the engine samples
