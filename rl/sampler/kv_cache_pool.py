@@ -89,9 +89,10 @@ class KVCachePool:
                 rows, table_width, steps_per_sync, room, vocab, decoder.device, choices
             )
             self._buffers, self._sizes = b, sizes
-        if decoder not in self._steps:
-            self._steps[decoder] = CUDAGraphRunner(decoder, self.kv, b, max_rows)
-        return self._steps[decoder]
+        runner = self._steps.get(decoder)
+        if runner is None:
+            runner = self._steps[decoder] = CUDAGraphRunner(decoder, self.kv, b, max_rows)
+        return runner
 
 
 def has_free_memory(device: torch.device, size: int) -> bool:
