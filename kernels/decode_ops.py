@@ -101,8 +101,8 @@ def append_to_cache(k: Tensor, v: Tensor, kv: Tensor, slot_BT: Tensor) -> None:
     """Write keys and values of prompts to the cache.
 
     Args: k and v [B, T, K, D], the last dimension contiguous; kv [2, pages, S, K, D], the last two
-    dimensions contiguous; slot_BT [B, T] int64, the page times S plus the place in it, -1 for
-    padding.
+    dimensions contiguous; slot_BT [B, T] int64, the last dimension contiguous, the page times S
+    plus the place in it, -1 for padding.
     """
     if can_run_triton(k):
         from kernels.decode_ops_triton import append_to_cache as fused

@@ -145,18 +145,18 @@ PROMPT_STRIDES = [
 ]
 
 
-@triton.jit(do_not_specialize=["T", *PROMPT_STRIDES])
+@triton.jit(do_not_specialize=["T", "stride_slot", *PROMPT_STRIDES])
 def _append_to_cache_kernel(
-    k_ptr, v_ptr, slot_ptr, kv_ptr, T,
+    k_ptr, v_ptr, slot_ptr, kv_ptr, T, stride_slot,
     stride_k_prompt, stride_k_token, stride_k_head, stride_v_prompt, stride_v_token, stride_v_head,
     plane, stride_page, stride_place,
     S: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copy the key and the value of a token to its slot; a program for each token."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + token)
+    prompt, t = token // T, token % T
+    slot = tl.load(slot_ptr + prompt * stride_slot + t)
     if slot >= 0:
-        prompt, t = token // T, token % T
         to = kv_ptr + (slot // S) * stride_page + (slot % S) * stride_place
         _copy_heads(
             k_ptr + prompt * stride_k_prompt + t * stride_k_token,
@@ -251,6 +251,7 @@ def append_to_cache(k: Tensor, v: Tensor, kv: Tensor, slot_BT: Tensor) -> None:
     """Launch the kernel of kernels.decode_ops.append_to_cache."""
     _, tokens, heads, width = k.shape
     _append_to_cache_kernel[(slot_BT.numel(),)](
-        k, v, slot_BT, kv, tokens, *k.stride()[:3], *v.stride()[:3], *kv.stride()[:3],
+        k, v, slot_BT, kv, tokens, slot_BT.stride(0), *k.stride()[:3], *v.stride()[:3],
+        *kv.stride()[:3],
         S=kv.shape[2], K=heads, D=width, BLOCK=triton.next_power_of_2(heads * width), num_warps=4,
     )  # fmt: skip

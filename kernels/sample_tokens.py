@@ -4,13 +4,18 @@ The full logits [N, V] are never stored. The sampled token is the first at which
 probability of softmax(x W' / T) passes a uniform number (inverse CDF). The result equals sampling
 from full logits with the same number, except where rounding decides.
 kernels/sample_tokens_triton.py implements this for CUDA; elsewhere torch processes the vocabulary
-block by block.
+block by block. Processes that hold an LM head together exchange the sums of these blocks
+(`VocabShard`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels.common import (
     can_run_triton,
@@ -23,11 +28,56 @@ from kernels.common import (
 NAME = "sample_tokens"
 COLUMNS = 4096  # columns of a vocabulary block in the torch path
 
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """Describe the rows of an LM head that this process holds, if a group of processes holds it
+    together (tensor parallelism).
+
+    The rows are consecutive in the order of `rank`. `first`: the token of the first row here;
+    `widest`: the most rows that a process holds. `all_gather` returns the tensors of all processes,
+    in order, and `all_reduce_` their sum, in place. All processes have the same hidden states,
+    temperatures and random numbers, and make the same calls.
+    """
+
+    rank: int
+    first: int
+    widest: int
+    all_gather: Callable[[Tensor], list[Tensor]]
+    all_reduce_: Callable[[Tensor], Tensor]
+
+    def concatenate(self, x: Tensor) -> Tensor:
+        """Return the tensors [.., X] of all processes along the last dimension."""
+        return torch.cat(self.all_gather(x), dim=-1)
+
+    def find_local(self, block_N: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the index here of each block of the whole vocabulary, and whether the block is
+        here; another process's block has some index. `count`: blocks of each process.
+        """
+        index_N = block_N - self.rank * count
+        return index_N.clamp(0, count - 1), (index_N >= 0) & (index_N < count)
+
+    def combine(self, token_N: Tensor, logprob_N: Tensor, here_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's token and logprob from the process where it is `here`. Tokens are
+        indices of rows there.
+        """
+        sampled = torch.stack([(token_N + self.first).double(), logprob_N.double()])
+        token_N, logprob_N = self.all_reduce_(
+            sampled.masked_fill_(here_N.logical_not(), 0.0)
+        ).unbind(0)
+        return token_N.long(), logprob_N.float()
+
+
 # --------------------------------------------------------------------------------------- torch path
 
 
 def _sample_torch(
-    x: Tensor, w: Tensor, temperature_N: Tensor, uniform_N: Tensor, greedy_N: Tensor | None
+    x: Tensor,
+    w: Tensor,
+    temperature_N: Tensor,
+    uniform_N: Tensor,
+    greedy_N: Tensor | None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample a token (int64) and its logprob (float32) for each row in plain torch."""
     x, tops, sums = x.float(), list[Tensor](), list[Tensor]()
@@ -40,13 +90,20 @@ def _sample_torch(
         z = compute_logits(lo)
         tops.append(z.amax(1))
         sums.append(z.sub_(tops[-1][:, None]).exp_().sum(1, dtype=torch.float64))
-    top_NB = torch.stack(tops, 1)
+    stats_2NB = torch.stack([torch.stack(tops, 1).double(), torch.stack(sums, 1)])
+    if shard is not None:
+        blocks = -(-shard.widest // COLUMNS)
+        stats_2NB = shard.concatenate(F.pad(stats_2NB, (0, blocks - len(tops)), value=-torch.inf))
+    top_NB, sum_NB = stats_2NB[0].float(), stats_2NB[1].clamp_min(0.0)  # padding: -inf, sum 0
     top_N = top_NB.amax(1)
-    weight_NB = torch.stack(sums, 1) * (top_NB - top_N[:, None]).double().exp()
+    weight_NB = sum_NB * (top_NB - top_N[:, None]).double().exp()
     # the block of the token, and the rest of u times the total for it, in units of exp(top)
     block_N, rest_N, total_N = _search_cumulative(weight_NB, uniform_N * weight_NB.cumsum(1)[:, -1])
     if greedy_N is not None:
         block_N = torch.where(greedy_N, top_NB.argmax(1), block_N)
+    if shard is not None:
+        block_N, here_N = shard.find_local(block_N, blocks)
+        block_N = block_N.clamp_max(len(tops) - 1)  # NaN may select the padding
     token_N, logit_N = torch.zeros_like(block_N), torch.zeros_like(top_N)
     for block in block_N.unique().tolist():
         rows, lo = (block_N == block).nonzero()[:, 0], block * COLUMNS
@@ -54,7 +111,8 @@ def _sample_torch(
         column, _, _ = _search_cumulative((z - top_N[rows, None]).exp_(), rest_N[rows])
         column = column if greedy_N is None else torch.where(greedy_N[rows], z.argmax(1), column)
         token_N[rows], logit_N[rows] = lo + column, z.gather(1, column[:, None])[:, 0]
-    return token_N, logit_N - top_N - total_N.log().float()
+    logprob_N = logit_N - top_N - total_N.log().float()
+    return (token_N, logprob_N) if shard is None else shard.combine(token_N, logprob_N, here_N)
 
 
 def _search_cumulative(weight_NX: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,6 +137,7 @@ def sample_tokens(
     temperature_N: Tensor,
     uniform_N: Tensor,
     greedy_N: Tensor | None = None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample a token (int64) and return it with its logprob (float32), both [N].
 
@@ -90,6 +149,8 @@ def sample_tokens(
         uniform_N: float64 in [0, 1).
         greedy_N: bool, True for rows that choose their largest logit (ties: the lowest id) and
             report its logprob.
+        shard: what `weight_VD` holds of the vocabulary; None: all of it. All processes of the group
+            get the same tokens and logprobs.
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit.
     """
@@ -114,4 +175,4 @@ def sample_tokens(
             from kernels.sample_tokens_triton import sample_tokens as sample
         else:
             sample = _sample_torch  # type: ignore[assignment]
-        return sample(hidden_ND, weight_VD, temperature_N, uniform_N, greedy_N)
+        return sample(hidden_ND, weight_VD, temperature_N, uniform_N, greedy_N, shard)

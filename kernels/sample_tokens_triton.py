@@ -5,6 +5,9 @@ A slice has SLICE_COLUMNS columns. The chosen slice of a row is computed a secon
 of W: at D = 4096 this reads half a megabyte for each row, whereas writing and reading logits would
 take four passes over 2 V bytes. Sums within a slice are float32, sums over slices float64. The
 random numbers come from the host (rl/sampler/running_rows.py).
+
+Of a sharded vocabulary each process computes the slices of its shard, gets those of all others, and
+searches in the chosen slice if that is its own.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor
 from kernels.common import LOG2E
 from kernels.linear_logprob_triton import FLOOR, GROUP, TO_NATS, _item, _products
 from kernels.matmul_operands import align_operand, build_matmul_options
+from kernels.sample_tokens import VocabShard
 from kernels.tile_config import TileConfig, get_gpu_info, select_tile_sizes
 
 SLICE_COLUMNS = 64
@@ -262,22 +266,29 @@ def _search_kernel(
 
 
 def _sum_slices(
-    x: Tensor, w: Tensor, scale: Tensor, tiles: TileConfig, splits: int, columns: int
-) -> tuple[Tensor, Tensor]:
-    """Return the largest z of every slice and the sum of 2^(z - largest), both [N, slices]."""
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    tiles: TileConfig,
+    splits: int,
+    columns: int,
+    width: int,
+) -> Tensor:
+    """Return the largest z of every slice and the sum of 2^(z - largest), [2, N, slices]. `width`:
+    columns that the slices cover, at least V.
+    """
     N, V = len(x), len(w)
-    count = triton.cdiv(V, tiles.columns)
+    count = triton.cdiv(width, tiles.columns)
     slices = count * (tiles.columns // columns)
-    slice_max, total = (
-        torch.empty((N, slices), dtype=torch.float32, device=x.device) for _ in range(2)
-    )
+    stats = torch.empty((2, N, slices), dtype=torch.float32, device=x.device)
+    slice_max, total = stats.unbind(0)
     x_arg, w_arg, options = build_matmul_options(x, w, tiles)
     splits = min(splits, count)
     _slices_kernel[(triton.cdiv(N, tiles.rows) * splits,)](
         x_arg, w_arg, scale, slice_max, total, N, V, count, slices, x.stride(0), w.stride(0),
         SUB=columns, SPLITS=splits, GROUP=GROUP, **options,
     )  # fmt: skip
-    return slice_max, total
+    return stats
 
 
 def sample_tokens(
@@ -286,6 +297,7 @@ def sample_tokens(
     temperature_N: Tensor,
     uniform_N: Tensor,
     greedy_N: Tensor | None,
+    shard: VocabShard | None = None,
     *,
     tiles: TileConfig | None = None,
     splits: int = 132,
@@ -307,8 +319,11 @@ def sample_tokens(
     def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=x.device)
 
-    slice_max, total = _sum_slices(x, w, scale, tiles, splits, columns)
-    slices = slice_max.shape[1]
+    width = V if shard is None else shard.widest
+    stats = _sum_slices(x, w, scale, tiles, splits, columns, width)
+    local_slices = stats.shape[2]
+    stats = stats if shard is None else shard.concatenate(stats)
+    (slice_max, total), slices = stats.unbind(0), stats.shape[2]
     # of each row: the chosen slice, the rest of u times the total for it, the largest z, the lse
     choice = empty(N, dtype=torch.int32), empty(N, dtype=torch.float64), empty(N), empty(N)
     greedy = choice[0] if greedy_N is None else greedy_N.to(torch.uint8)
@@ -318,9 +333,12 @@ def sample_tokens(
         HAS_GREEDY=greedy_N is not None, BM=rows, BS=block,
         num_warps=16 if block > 2048 else 8 if block > 1024 else 4,  # 8 spill on sm_100
     )  # fmt: skip
+    if shard is not None:
+        local, here = shard.find_local(choice[0], local_slices)
+        choice = (local, *choice[1:])
     token, logp = empty(N, dtype=torch.int64), empty(N)
     _search_kernel[(triton.cdiv(N, search[0]),)](
         x, w, scale, *choice, greedy, token, logp, N, V, x.stride(0), w.stride(0), D=x.shape[1],
         BM=search[0], SUB=columns, BK=search[1], HAS_GREEDY=greedy_N is not None, num_warps=4,
     )  # fmt: skip
-    return token, logp
+    return (token, logp) if shard is None else shard.combine(token, logp, here)

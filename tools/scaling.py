@@ -426,7 +426,7 @@ def work_of(shape: ModelShape, launch: LaunchShape, load: Load) -> StepWork:
     drawn = {**lengths, "groups": groups, "world": world}
     drawn |= {"kv_cache_tokens": 262_144, "max_rows": 1024}
     # Same condition as rl.trainer.memory_requirements: the run decides it by a trial on the device.
-    in_pages = shape.fast and launch.cuda and launch.sampler_tp == 1
+    in_pages = shape.fast and launch.cuda
     prompts, rows = compute_concurrent_rows(**drawn, paged=in_pages)
     pages = count_pool_pages(**drawn, streams=False) if in_pages else 0
     return StepWork(

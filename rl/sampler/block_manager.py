@@ -123,13 +123,10 @@ class BlockPool:
         return self._block_of.get(chunk)
 
     def add_chunk(self, chunk: bytes, block: int, end: int) -> None:
-        """Let a block be found by a chunk that ends at its position `end`, unless another block
-        is.
-        """
-        if chunk not in self._block_of:
-            self._block_of[chunk] = block
-            self._chunks.setdefault(block, []).append((chunk, end))
-            self.hashed_positions[block] = max(self.hashed_positions[block], end)
+        """Let a block be found by a new chunk, which ends at its position `end`."""
+        self._block_of[chunk] = block
+        self._chunks.setdefault(block, []).append((chunk, end))
+        self.hashed_positions[block] = max(self.hashed_positions[block], end)
 
     def forget(self, block: int, start: int = 0) -> None:
         """Remove the chunks of a block that end after its position `start`."""
@@ -255,9 +252,10 @@ class BlockManager:
         """
         per_block, pool = self.block_size // self.chunk_size, self.pool
         for i, chunk in enumerate(hashes):
-            pool.add_chunk(
-                chunk, block_table[i // per_block], (i % per_block + 1) * self.chunk_size
-            )
+            if pool.find(chunk) is None:
+                pool.add_chunk(
+                    chunk, block_table[i // per_block], (i % per_block + 1) * self.chunk_size
+                )
         if experts is None:
             return
         for i, block in enumerate(block_table):
@@ -410,12 +408,18 @@ class BlockManager:
 
         Attention reads these blocks once for the whole group.
         """
-        shared, width = self.count_shared(), self.tables.shape[1]
-        last = np.where(shared > 0, self.tables[np.arange(len(shared)), shared - 1], -1)
-        _, leader, group = np.unique(last, return_index=True, return_inverse=True)
+        shared = self.count_shared()
+        rows, width = np.flatnonzero(shared), int(shared.max(initial=0))
+        last = self.tables[rows, shared[rows] - 1]
+        # the first row with each last block
+        leader_of = np.empty(len(self.pool.ref_counts), np.int64)
+        leader_of[last[::-1]] = rows[::-1]
+        leader = leader_of[last]
         # a resumed row may have other blocks before an equal one
-        differs = self.tables != self.tables[leader[group]]
-        alike = ~(differs & (np.arange(width) < shared[:, None])).any(1) & (shared > 0)
-        several = np.bincount(group[alike], minlength=len(leader)) > 1
-        alike &= several[group]
-        return np.where(alike, (np.cumsum(several) - 1)[group], -1), shared * alike
+        differs = self.tables[rows, :width] != self.tables[leader, :width]
+        alike = ~(differs & (np.arange(width) < shared[rows, None])).any(1)
+        several = np.bincount(leader[alike], minlength=len(shared)) > 1
+        alike &= several[leader]
+        group, members = np.full(len(shared), -1), rows[alike]
+        group[members] = (np.cumsum(several) - 1)[leader[alike]]
+        return group, np.where(group >= 0, shared, 0)

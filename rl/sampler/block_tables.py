@@ -71,7 +71,7 @@ def private_tables(tables: np.ndarray, first: np.ndarray) -> np.ndarray:
         return tables
     width = tables.shape[1]
     index = first[:, None] + np.arange(width)
-    shifted = np.take_along_axis(tables, np.minimum(index, width - 1), 1)
+    shifted = tables[np.arange(len(tables))[:, None], np.minimum(index, width - 1)]
     return np.where(index < width, shifted, 0)
 
 

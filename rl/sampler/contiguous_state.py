@@ -112,7 +112,7 @@ class ContiguousState(FastState):
             prompt.target = CachedSequence(prompt.hashes, slot)
         return self._fill(prompts)
 
-    def _store_prompts(self) -> StoreKeyValues:
+    def _store_prompts(self, prompts: Sequence[Prompt]) -> StoreKeyValues:
         def store(layer: int, members: list[Prompt], k: Tensor, v: Tensor) -> None:
             slots = torch.tensor([prompt.target.slot for prompt in members], device=k.device)
             block = self.prompt_kv[layer]

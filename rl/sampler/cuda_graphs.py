@@ -3,7 +3,8 @@
 All inputs and outputs of a step are in buffers at fixed addresses. On CUDA the steps are graphs,
 captured for each bucket of rows; other devices call the same function directly, which verifies the
 graph. A graph refers to addresses: weights that are loaded in place (`Decoder.load_`) take effect
-at its next replay, while another decoder needs separate graphs. Adapters are captured unmerged.
+at its next replay, while another decoder needs separate graphs. Adapters are captured unmerged,
+and so are the sums over the ranks of a tensor-parallel group, whose steps are the same.
 kv_cache_pool.py keeps graphs beyond the life of an engine.
 
 A finished row (`remaining` 0) still takes part: it writes to an unused block, and its token does
@@ -295,10 +296,20 @@ def _sample(
     head = model.head
     plain = head.adapter is None and head.bias is None and not head.softcap
     if plain and hidden.dtype == head.weight.dtype:
-        return sample_tokens(hidden, head.weight, temperature, uniform, greedy)
-    return draw_from_logits(
-        head(hidden), uniform, RowSamplingSettings(temperature_N=temperature, greedy_N=greedy)
-    )
+        return sample_tokens(hidden, head.weight, temperature, uniform, greedy, head.shard)
+    settings = RowSamplingSettings(temperature_N=temperature, greedy_N=greedy)
+    return _share_sample(model, *draw_from_logits(head(hidden), uniform, settings))
+
+
+def _share_sample(model: FastForward, token: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sample of the first rank on all ranks that split the decoder: cumulative sums on a
+    GPU are not the same bit for bit.
+    """
+    if model.tp_group is None:
+        return token, logprob
+    sampled = model.broadcast_tokens(torch.stack([token.double(), logprob.double()]))
+    token, logprob = sampled.unbind(0)
+    return token.long(), logprob.float()
 
 
 def _sample_processed(
@@ -326,7 +337,8 @@ def _sample_processed(
     greedy = b.greedy.index_select(0, index)
     token, logprob = sample_with_torch(scaled, uniform.index_select(0, index), greedy)
     whole = compute_untruncated_logprobs(logits / temperature, token)
-    return index, token, torch.where(select(b.untruncated), whole, logprob)
+    logprob = torch.where(select(b.untruncated), whole, logprob)
+    return index, *_share_sample(model, token, logprob)
 
 
 def _adjust_logits(

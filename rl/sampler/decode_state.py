@@ -144,7 +144,7 @@ class DecodeState(abc.ABC):
         self.records_experts = False  # set by the engine before the first prompt
         # first chunks of the prompts to come, set by the engine; None: unknown
         self.waiting_prefixes: Collection[bytes] | None = None
-        # recorded experts [B * K] of each response token of each row
+        # recorded experts [B * K] of each response token of each row; empty if none are recorded
         self._row_experts: list[list[np.ndarray]] = []
 
     def cost(self, size: BatchSize) -> int:
@@ -190,7 +190,8 @@ class DecodeState(abc.ABC):
         self.response_lengths = np.concatenate(
             [self.response_lengths, np.zeros(len(prompt_of_row), np.int64)]
         )
-        self._row_experts += [[] for _ in prompt_of_row]
+        if self.records_experts:
+            self._row_experts += [[] for _ in prompt_of_row]
         self._rows_changed()
 
     def lengths(self) -> np.ndarray:
@@ -240,7 +241,8 @@ class DecodeState(abc.ABC):
         self.prompt_lengths = self.prompt_lengths[prompt_source]
         self.prompt_of_row = new_slot[self.prompt_of_row[row_source]]
         self.response_lengths = self.response_lengths[row_source]
-        self._row_experts = [self._row_experts[row] for row in row_source]
+        if self.records_experts:
+            self._row_experts = [self._row_experts[row] for row in row_source]
         self._rows_changed()
 
     def _rows_changed(self) -> None:  # noqa: B027

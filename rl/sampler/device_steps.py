@@ -224,7 +224,7 @@ class DeviceSteps:
         groups = max(bucket // 2, 1)
         split = split_block_tables(tables, written + 1, group, shared, size, bucket, groups)
         self._skip = split["skip"]
-        self._upload_tables(b, np.arange(bucket), split["table"])
+        self._upload_tables(b, slice(bucket), split["table"])
         upload(b.shared_table, split["shared_table"])
         greedy = rows["temperature"] == 0
         inputs = {
@@ -239,17 +239,18 @@ class DeviceSteps:
         }
         upload(b.packed, b.pack(bucket, inputs))
 
-    def _upload_tables(self, b: StepBuffers, rows: np.ndarray, tables: np.ndarray) -> None:
+    def _upload_tables(self, b: StepBuffers, rows: np.ndarray | slice, tables: np.ndarray) -> None:
         """Copy the private block tables of these device rows that have changed to the device."""
         if self._tables[0] is not b:
             self._tables = (b, np.full(tuple(b.table.shape), -1, np.int32))
         known, width = self._tables[1], tables.shape[1]
-        changed = (known[rows, :width] != tables).any(1)
-        if changed.any():
-            rows, tables = rows[changed], tables[changed].astype(np.int32)
-            known[rows, :width] = tables
+        changed = np.flatnonzero((known[rows, :width] != tables).any(1))
+        if len(changed):
+            changed_rows, tables = np.arange(len(known))[rows][changed], tables[changed]
+            known[changed_rows, :width] = tables = tables.astype(np.int32)
             index, values = (
-                send_to_device(torch.from_numpy(array), b.table.device) for array in (rows, tables)
+                send_to_device(torch.from_numpy(array), b.table.device)
+                for array in (changed_rows, tables)
             )
             b.table.narrow(1, 0, width).index_copy_(0, index, values)
 

@@ -21,6 +21,7 @@ from rl.sampler.kv_cache_pool import IdleKVCachePool
 from rl.sampler.paged_state import BLOCK_SIZE
 from rl.sampler.sampling_engine import STEPS_PER_SYNC, Engine
 from rl.sampler.sampling_requests import SamplingRequest
+from rl.sampler.tensor_parallel import all_ranks_agree
 from rl.types import SampledSequence, SamplingParams
 from rl.types.feature_table import check_features, find_conflict
 
@@ -42,7 +43,7 @@ def make_engine(
     host sync (CUDA graphs on CUDA) unless a feature excludes them. "auto": plain on a CPU, and
     where a feature excludes several steps per host sync. On CUDA, "auto" is otherwise paged if both
     engines returned the same samples on this device in a trial (about a second, run once); if not,
-    a warning is printed and "auto" is plain.
+    a warning is printed and "auto" is plain. Ranks that split the decoder choose the same.
 
     `idle_pool` provides the KV cache pool of an earlier paged engine, and receives the pool when
     this engine is closed. `sizes`: see `Engine`. `features`: "adapters per row" (the engine samples
@@ -54,8 +55,6 @@ def make_engine(
         raise ValueError(f"cache is one of {', '.join(CACHE_KINDS)}, got {cache!r}")
     fast = decoder if isinstance(decoder, FastDecoder) else None
     present = {*features, *find_decoder_features(decoder)}
-    if "tensor parallelism" in present:
-        idle_pool = None  # the ranks' pools must be of equal size, and memory differs between ranks
     if settings.get("num_speculative_tokens"):
         present.add("speculative decoding")
     check_features({*present, "paged cache"} if cache == "paged" else present)
@@ -81,13 +80,17 @@ def _find_paged_failure(decoder: FastDecoder) -> str | None:
     a = decoder.architecture
     trial = repr(replace(a, layers=a.layers[:_TRIAL_LAYERS], ropes=()))
     names, width = tuple(decoder.weights.buffers), decoder.norm_E.shape
-    key = (len(decoder.layers), trial, names, width, decoder.dtype, decoder.device)
+    group, device = decoder.tp_group, decoder.device
+    tp = 1 if group is None else group.size
+    key = (len(decoder.layers), trial, names, width, decoder.dtype, device, tp)
     if key in _trial_failures:
         return _trial_failures[key]
     try:
         reason = compare_engines(decoder)
     except Exception as failure:  # noqa: BLE001  (compiler, driver, memory: the plain engine is the fallback for any)
         reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:200]}"
+    if not all_ranks_agree(group, reason is None, device):
+        reason = reason or "on another rank of the sampler"
     _trial_failures[key] = reason
     if reason is not None:
         warn_on_rank_zero(

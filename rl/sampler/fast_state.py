@@ -104,7 +104,11 @@ class FastState(DecodeState):
             self._copy_prefixes()
             if whole := [i for i in wave if not prompts[i].reused]:
                 self.decoder.forward_prompts(
-                    prompts, whole, self._store_prompts(), logits_PV, self.records_experts
+                    prompts,
+                    whole,
+                    self._store_prompts([prompts[i] for i in whole]),
+                    logits_PV,
+                    self.records_experts,
                 )
             rest = [i for i in wave if prompts[i].reused]
             for members in split_suffixes(lengths, [prompt.reused for prompt in prompts], rest):
@@ -157,7 +161,7 @@ class FastState(DecodeState):
         """Let later prompts find a prompt whose keys and values are stored."""
 
     @abc.abstractmethod
-    def _store_prompts(self) -> StoreKeyValues:
+    def _store_prompts(self, prompts: Sequence[Prompt]) -> StoreKeyValues:
         """Return the function that stores the keys and values of whole prompts, see
         `FastForward.forward_prompts`.
         """

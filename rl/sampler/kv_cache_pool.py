@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rl.sampler.cuda_graphs import CUDAGraphRunner, StepBuffers, row_buckets
 from rl.sampler.forward_fast import FastForward
+from rl.sampler.tensor_parallel import all_ranks_agree
 
 _INITIAL_STOP_CONDITIONS = 16  # initial number of stop conditions
 _MAX_MEMORY_FRACTION = 0.85  # maximum fraction of device memory for learning and the kept pool
@@ -88,9 +89,10 @@ class KVCachePool:
                 rows, table_width, steps_per_sync, room, vocab, decoder.device, choices
             )
             self._buffers, self._sizes = b, sizes
-        if decoder not in self._steps:
-            self._steps[decoder] = CUDAGraphRunner(decoder, self.kv, b, max_rows)
-        return self._steps[decoder]
+        runner = self._steps.get(decoder)
+        if runner is None:
+            runner = self._steps[decoder] = CUDAGraphRunner(decoder, self.kv, b, max_rows)
+        return runner
 
 
 def has_free_memory(device: torch.device, size: int) -> bool:
@@ -117,10 +119,13 @@ class IdleKVCachePool:
     ) -> KVCachePool:
         """Return the idle pool if it has this shape and `min_blocks` to `max_blocks` blocks.
 
-        Otherwise free the idle pool and return a new pool of `min_blocks` blocks.
+        Otherwise free the idle pool and return a new pool of `min_blocks` blocks. Ranks that split
+        the decoder all reuse their pools, or none does: all capture the same graphs.
         """
         idle, self._idle = self._idle, None
-        if idle is not None and idle.fits(decoder, min_blocks, max_blocks, block_size):
+        fits = idle is not None and idle.fits(decoder, min_blocks, max_blocks, block_size)
+        if all_ranks_agree(decoder.tp_group, fits, decoder.device):
+            assert idle is not None
             return idle
         del idle
         return KVCachePool(decoder, min_blocks, block_size)

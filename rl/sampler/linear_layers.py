@@ -27,7 +27,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kernels.lora_ops import add_lora_
 from rl.sampler.precision import linear_fp32
 from rl.sampler.prefix_attention import cap_scores
-from rl.sampler.tensor_parallel import TensorParallelGroup, gather_columns, shard_range
+from rl.sampler.tensor_parallel import (
+    TensorParallelGroup,
+    gather_columns,
+    make_vocab_shard,
+    shard_range,
+)
 
 # (number of the adapter, indices of its rows in the first dimension; None: all rows).
 RowAdapters = Sequence[tuple[int, Tensor | None]]
@@ -129,7 +134,7 @@ class HeadProjection(Projection):
     `tp_group`: each of its ranks holds some rows of the vocabulary, and all ranks get all logits.
     """
 
-    __slots__ = ("outputs", "softcap", "tp_group", "vocab_size")
+    __slots__ = ("shard", "softcap", "tp_group", "vocab_size")
 
     def __init__(
         self,
@@ -145,30 +150,25 @@ class HeadProjection(Projection):
         """
         super().__init__(key, buffers, adapters)
         self.softcap = softcap
-        self.tp_group, self.vocab_size, self.outputs = tp_group, vocab_size, vocab_size
+        self.tp_group, self.vocab_size = tp_group, vocab_size
+        self.shard = make_vocab_shard(tp_group, vocab_size)
 
     def __call__(self, x: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
         y = cap_scores(super().__call__(x, row_adapters), self.softcap)
-        return (
-            y
-            if self.tp_group is None
-            else gather_columns(self.tp_group, y, self.vocab_size)[..., : self.outputs]
-        )
+        return y if self.tp_group is None else gather_columns(self.tp_group, y, self.vocab_size)
 
     def _plain(self, x: Tensor) -> Tensor:
         return linear_fp32(x, self.weight, self.bias)
 
     def truncate(self, outputs: int) -> HeadProjection:
-        """Return a head of the first outputs, with the same weights."""
+        """Return a head of `outputs` outputs, with the same weights: the first, of each rank."""
         other = copy.copy(self)
+        other.vocab_size, other.packed_layout = outputs, None
         if self.tp_group is not None:
-            other.outputs = outputs
-            return other
-        other.packed_layout = None
-        other.weight, other.bias = (
-            self.weight[:outputs],
-            None if self.bias is None else self.bias[:outputs],
-        )
+            first, last = shard_range(outputs, self.tp_group)
+            other.shard, outputs = make_vocab_shard(self.tp_group, outputs), last - first
+        other.weight = self.weight[:outputs]
+        other.bias = None if self.bias is None else self.bias[:outputs]
         other.adapter = None if self.adapter is None else self.adapter.truncate(outputs)
         return other
 

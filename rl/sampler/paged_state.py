@@ -69,14 +69,16 @@ class PagedState(FastState):
             self.block_manager.prompts.append(prompt.target)
         return self._fill(prompts)
 
-    def _store_prompts(self) -> StoreKeyValues:
-        slots: dict[int, Tensor] = {}  # by the first prompt of a batch, equal in all layers
+    def _store_prompts(self, prompts: Sequence[Prompt]) -> StoreKeyValues:
+        # the members of a batch are consecutive: it has prompts of similar length (`batch_prompts`)
+        ordered = sorted(prompts, key=lambda prompt: -len(prompt.tokens))
+        slots = self._locate_slots(ordered)
+        rows = {id(prompt): row for row, prompt in enumerate(ordered)}
 
         def store(layer: int, members: list[Prompt], k: Tensor, v: Tensor) -> None:
-            first = id(members[0])
-            if first not in slots:
-                slots[first] = self._locate_slots(members)
-            append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], slots[first])
+            row = rows[id(members[0])]
+            members_slots = slots[row : row + len(members), : k.shape[2]]
+            append_to_cache(k.transpose(1, 2), v.transpose(1, 2), self.kv[layer], members_slots)
 
         return store
 
@@ -105,7 +107,7 @@ class PagedState(FastState):
 
     def _locate_slots(self, prompts: list[Prompt]) -> Tensor:
         """Return the places of the prompts' positions in the cache, as `append_to_cache` takes
-        them, on the device: [prompts, longest].
+        them, on the device in a single copy: [prompts, longest].
         """
         lengths = [len(prompt.tokens) for prompt in prompts]
         slots = np.full((len(lengths), max(lengths)), -1, np.int64)

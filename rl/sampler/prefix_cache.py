@@ -29,12 +29,12 @@ def hash_chunks(
     tokens: Sequence[int], weights: str, chunk_size: int, known: Hashes = ()
 ) -> list[bytes]:
     """Return the hash of each full chunk of a sequence. `weights`: the name of its model. `known`:
-    the hashes of its first chunks.
+    the hashes of the chunks before `tokens`.
     """
-    hashes, rest = list(known), tokens[len(known) * chunk_size :]
-    if len(rest) < chunk_size:
+    hashes = list(known)
+    if len(tokens) < chunk_size:
         return hashes
-    data = memoryview(np.asarray(rest, np.int64).tobytes())
+    data = memoryview(np.asarray(tokens, np.int64).tobytes())
     step = 8 * chunk_size
     parent = hashes[-1] if hashes else weights.encode()
     for start in range(0, len(data) - step + 1, step):

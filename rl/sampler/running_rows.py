@@ -134,12 +134,16 @@ class RunningRows:
             versions[is_sampled & (versions == _NEWEST)] = version
             self._versions[rows["buffer"]] = versions
 
-    def versions(self, row: int, newest: int) -> list[int]:
-        """Return the weight version that sampled each token of a row; `newest` is the newest
-        version.
+    def find_versions(self, row: int, newest: int) -> tuple[int, list[int] | None]:
+        """Return the oldest weight version that sampled a token of a row, and the version of each
+        token if they differ. `newest`: the newest version.
         """
         versions = self._versions[self["buffer"][row], : self["num_sampled"][row]]
-        return np.where(versions == _NEWEST, newest, versions).tolist()
+        if (versions == _NEWEST).all():
+            return newest, None
+        versions = np.where(versions == _NEWEST, newest, versions)
+        oldest = int(versions.min())
+        return oldest, versions.tolist() if (versions != oldest).any() else None
 
     def _take_buffers(self, count: int) -> np.ndarray:
         """Take `count` free buffers, adding buffers if too few are free."""

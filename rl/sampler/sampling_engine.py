@@ -367,17 +367,16 @@ class Engine(Scheduler):
             self._lengths.record(self._rows["num_sampled"][ended], stopped[ended])
         finished, switch = list[FinishedRequest](), self.decoder.length_switch
         for row, group, sequence in self._read_samples(np.flatnonzero(ended)):
-            request, tokens = group.request, sequence.tokens
+            request = group.request
             if stopped[row]:
                 sequence.stop_reason = "stop"
             sequence.temperature = request.params.temperature
             sequence.beyond = switch is not None and len(request.prompt) > switch.threshold
             group.sequences[int(self._rows["sample"][row])] = sequence
             if group.request_id not in self._errors and self._may_continue(group):
-                fed = group.num_resumed + int(self._state.response_lengths[row])
-                self._cache_row(row, group, (*request.prompt, *tokens[:fed]))
+                self._cache_row(row, group, group.num_resumed + self._state.response_lengths[row])
             group.num_unfinished -= 1
-            self.counters.emitted_tokens += len(tokens)
+            self.counters.emitted_tokens += len(sequence.tokens)
             if group.num_unfinished == 0:
                 del self._running[group.request_id]
                 finished.append(FinishedRequest(group.request_id, group.make_response()))
@@ -401,9 +400,7 @@ class Engine(Scheduler):
             if isinstance(self.decoder, MultiAdapterDecoder):
                 sequence.version = self.decoder.versions[request.adapter_id or 0]
             else:
-                versions = self._rows.versions(row, self.version)
-                sequence.version = min(versions, default=self.version)
-                sequence.versions = versions if len(set(versions)) > 1 else None
+                sequence.version, sequence.versions = self._rows.find_versions(row, self.version)
             if self.records_experts:
                 later, resumed = row - len(self._state.prompt_of_row), request.resume_from
                 sequence.experts = (

@@ -328,8 +328,8 @@ class Scheduler:
     def _hash_tokens(
         self, tokens: Sequence[int], request: SamplingRequest, known: Sequence[bytes] = ()
     ) -> list[bytes]:
-        """Return the hashes of the tokens' chunks; an empty list if no prefix is cached for the
-        request. `known`: the hashes of the first chunks.
+        """Return the hashes of a sequence's chunks; an empty list if no prefix is cached for the
+        request. `known`: the hashes of the chunks before `tokens`.
         """
         chunk_size = self._state.chunk_size
         if chunk_size is None or not self.enable_prefix_caching or request.images:
@@ -347,11 +347,17 @@ class Scheduler:
             return named and group.request.num_samples == 1
         return named or not self._runs_to_end or bool(self._waiting)
 
-    def _cache_row(self, row: int, group: SequenceGroup, fed_tokens: Sequence[int]) -> None:
-        """Keep the keys and values of a row that is about to be removed."""
+    def _cache_row(self, row: int, group: SequenceGroup, fed: int) -> None:
+        """Keep the keys and values of a row that is about to be removed: those of its prompt and of
+        the first `fed` tokens of its response.
+        """
         if self._state.prompts[int(self._state.prompt_of_row[row])].key[0] == "of other weights":
             return  # the weights changed during sampling: the cached keys are of the old weights
-        self._state.cache_row(row, self._hash_tokens(fed_tokens, group.request, group.hashes))
+        prompt, response = group.request.prompt, self._rows.response(row)[0][:fed]
+        first = len(group.hashes) * (self._state.chunk_size or 0)
+        # without the chunks that are hashed already, which may end in a resumed response
+        rest = [*prompt[first:], *response[max(first - len(prompt), 0) :].tolist()]
+        self._state.cache_row(row, self._hash_tokens(rest, group.request, group.hashes))
 
     # ------------------------------------------------------------------------ removing and resuming
 
@@ -399,7 +405,7 @@ class Scheduler:
         group = self._running[int(self._rows["request_id"][row])]
         response = self._rows.response(row)[0][:-1].tolist()  # the next step feeds the last token
         fed_tokens = [*group.request.prompt, *response]
-        self._cache_row(row, group, fed_tokens)
+        self._cache_row(row, group, len(response))
         preempted = _PreemptedRow(
             self._rows.select(np.array([row])),
             self._state.prompts[int(self._state.prompt_of_row[row])],

@@ -6,7 +6,9 @@ and the small side of an adapter are whole on every rank. All ranks of the tenso
 decode the same rows in the same order with the same random streams, and each computes with its
 shard. The group sums after attention and after the MLP of each layer (and after the embedding), and
 concatenates the logits after the head. So hidden states, logits and samples are the same on all
-ranks. Shapes: V vocabulary.
+ranks, and so is every decision of their engines, which depends on samples and requests alone. What
+depends on a rank's memory or device is decided together (`all_ranks_agree`). CUDA graphs contain
+the sums: all ranks capture and replay the same graphs in the same order. Shapes: V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels import VocabShard
 from rl.errors import UserError
 
 
@@ -120,6 +123,24 @@ def check_shard_counts(size: int, heads: int, key_heads: int, columns: int) -> N
         )
 
 
+def all_ranks_agree(
+    tp_group: TensorParallelGroup | None, value: bool, device: torch.device
+) -> bool:
+    """Return whether `value` is true on all ranks of the group; without a group, `value`."""
+    if tp_group is None:
+        return value
+    dissenting = tp_group.all_reduce_(torch.tensor([0.0 if value else 1.0], device=device))
+    return float(dissenting) == 0.0
+
+
+def make_vocab_shard(tp_group: TensorParallelGroup | None, total: int) -> VocabShard | None:
+    """Describe this rank's rows of a vocabulary of `total`; None without a group."""
+    if tp_group is None:
+        return None
+    first, widest = shard_range(total, tp_group)[0], -(-total // tp_group.size)
+    return VocabShard(tp_group.rank, first, widest, tp_group.all_gather, tp_group.all_reduce_)
+
+
 def gather_columns(tp_group: TensorParallelGroup, columns: Tensor, total: int) -> Tensor:
     """Return [.., V] from each rank's columns, in the order of the ranks' `shard_range`. `total`:
     V.
@@ -130,4 +151,5 @@ def gather_columns(tp_group: TensorParallelGroup, columns: Tensor, total: int) -
         last - first
         for first, last in (shard_range(total, tp_group, rank) for rank in range(tp_group.size))
     ]
-    return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+    # `narrow`, since indexing queries the device even of fake tensors
+    return torch.cat([p.narrow(-1, 0, w) for p, w in zip(parts, widths, strict=True)], dim=-1)

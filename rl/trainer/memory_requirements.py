@@ -182,7 +182,7 @@ def _compute_needs(
     )
     _check_learner_groups(optim, launch, skeleton)
     sampler_world = (samplers or launch).world // tp_size
-    in_pages = _uses_paged_cache(sampling, model, shape, launch, tp_size)
+    in_pages = _uses_paged_cache(sampling, shape, launch)
     work = _compute_step_work(method, shape, prompt, launch, sampler_world, in_pages)
     batch = work.batch
     launch = replace(
@@ -370,15 +370,13 @@ def _find_other_shape(
     return replace(shape, unsplit=base, unsplit_adapters=shape.adapters)
 
 
-def _uses_paged_cache(
-    sampling: Any, model: ModelSettings, shape: ModelShape, launch: LaunchShape, tp_size: int
-) -> bool:
+def _uses_paged_cache(sampling: Any, shape: ModelShape, launch: LaunchShape) -> bool:
     """Return whether the sampler uses a paged KV cache, as `rl.sampler.make_engine` chooses.
 
     On a GPU the engine tries it; the plan assumes that it succeeds.
     """
-    may = shape.fast and sampling.sampler != "hf" and not model.router_replay
-    steps_on_device = launch.cuda and tp_size == 1 and not sampling.num_speculative_tokens
+    may = shape.fast and sampling.sampler != "hf"
+    steps_on_device = launch.cuda and not sampling.num_speculative_tokens
     chosen = sampling.sampler_cache == "auto" and steps_on_device
     return may and (sampling.sampler_cache == "paged" or chosen)
 

@@ -325,7 +325,7 @@ SAMPLER_INTS = {
 }
 
 
-SLOTS = {"slot_ptr": "*i64", "T": "i32"}
+SLOTS = {"slot_ptr": "*i64", "T": "i32", "stride_slot": "i32"}
 
 
 def sampler_kernels(capability):

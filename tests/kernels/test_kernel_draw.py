@@ -2,13 +2,17 @@
 tokens as sampling from whole logits with the same random numbers.
 """
 
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from interpreting import INTERPRETED, mark_interpreted
 from sampler_models import row_settings
 
-from kernels import sample_tokens
+from kernels import VocabShard, sample_tokens
 from rl.sampler.running_rows import philox_uniforms
 from rl.sampler.token_sampling import sample_tokens as from_logits
 from rl.types import SamplingParams
@@ -22,7 +26,7 @@ def stream(count: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(philox_uniforms(*names, *numbers))
 
 
-def kernels(x, w, temperature, uniform, greedy=None, pick=(1024, 16)):
+def kernels(x, w, temperature, uniform, greedy=None, shard=None, pick=(1024, 16)):
     """Run the launches at sizes that the interpreter handles quickly."""
     from interpreting import patch_once
 
@@ -33,8 +37,9 @@ def kernels(x, w, temperature, uniform, greedy=None, pick=(1024, 16)):
 
     tiles = TileConfig(64 if len(x) < 500 else 1024, 64 if len(w) < 500 else 1024, 16, 4, 1)
     return launch(
-        x, w, temperature, uniform, greedy, tiles=tiles, splits=2, pick=pick, search=(512, 16)
-    )
+        x, w, temperature, uniform, greedy, shard, tiles=tiles, splits=2, pick=pick,
+        search=(512, 16),
+    )  # fmt: skip
 
 
 WAYS = {"torch": sample_tokens, "kernels": kernels}
@@ -77,6 +82,82 @@ def test_a_program_for_each_row_picks_the_same_slice(pick):
     token, logp = kernels(*settings, pick=pick)
     assert torch.equal(token, expected[0])
     torch.testing.assert_close(logp, expected[1], atol=2e-5, rtol=1e-5)
+
+
+class Team:
+    """Ranks that are threads, of which one computes at a time: the interpreter has global state."""
+
+    def __init__(self, size):
+        self.lock, self.barrier, self.parts = (
+            threading.Lock(),
+            threading.Barrier(size),
+            [None] * size,
+        )
+
+    def shards(self, w):
+        """Return the rows of each rank, and their shard."""
+        size, results = len(self.parts), []
+        for rank in range(size):
+            first, end = (i * len(w) // size for i in (rank, rank + 1))
+
+            def gather(x, rank=rank):
+                self.parts[rank] = x.clone()
+                self.lock.release()
+                self.barrier.wait(60)
+                parts = list(self.parts)
+                self.barrier.wait(60)
+                self.lock.acquire()
+                return parts
+
+            def reduce_(x, gather=gather):
+                return x.copy_(sum(gather(x)))
+
+            shard = VocabShard(rank, first, -(-len(w) // size), gather, reduce_)
+            results.append((w[first:end], shard))
+        return results
+
+    def run(self, way, x, w, *settings):
+        """Return the tokens and logprobs of each rank."""
+
+        def work(rows, shard):
+            with self.lock:
+                return way(x, rows, *settings, shard)
+
+        with ThreadPoolExecutor(len(self.parts)) as pool:
+            futures = [pool.submit(work, *shard) for shard in self.shards(w)]
+            return [future.result(120) for future in futures]
+
+
+@pytest.mark.parametrize(("size", "V"), [(2, 700), (3, 130), (4, 2201), (4, 5)])
+def test_ranks_that_hold_parts_of_the_vocabulary_draw_the_same(size, V):
+    """Shards of unequal sizes, some of less than a slice; greedy rows. A number of 0 and the largest
+    below 1 draw the first and the last token.
+    """
+    N, g = 40, torch.Generator().manual_seed(V)
+    x, w = torch.randn(N, 12, generator=g), torch.randn(V, 12, generator=g)
+    uniform, greedy = stream(N, size), torch.arange(N) % 5 == 3
+    uniform[0], uniform[1] = 0.0, 1.0 - 2.0**-53
+    settings = (torch.rand(N, generator=g) + 0.4, uniform, greedy)
+    expected = sample_tokens(x, w, *settings)
+    assert expected[0][:2].tolist() == [0, V - 1] and (V < 9 or len(expected[0].unique()) > 20)
+    for token, logp in Team(size).run(WAYS[WAY], x, w, *settings):
+        assert torch.equal(token, expected[0])
+        torch.testing.assert_close(logp, expected[1], atol=2e-5, rtol=1e-5)
+    w[V // 2] = float("nan")
+    for token, logp in Team(size).run(WAYS[WAY], x, w, *settings):
+        assert logp.isnan().all() and ((token >= 0) & (token < V)).all()
+
+
+def test_blocks_of_the_torch_path_are_shared_too(monkeypatch):
+    """Several blocks on each rank; the last rank has one less than the widest."""
+    monkeypatch.setattr(sys.modules["kernels.sample_tokens"], "COLUMNS", 16)
+    g = torch.Generator().manual_seed(5)
+    x, w = torch.randn(40, 12, generator=g), torch.randn(97, 12, generator=g)
+    settings = (torch.ones(40), stream(40, 3), torch.arange(40) % 5 == 3)
+    expected = sample_tokens(x, w, *settings)
+    for token, logp in Team(3).run(sample_tokens, x, w, *settings):
+        assert torch.equal(token, expected[0])
+        torch.testing.assert_close(logp, expected[1], atol=2e-5, rtol=1e-5)
 
 
 def test_where_the_number_is_at_an_end():

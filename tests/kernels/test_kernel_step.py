@@ -109,7 +109,7 @@ def test_keys_and_values_of_prompts_into_the_cache():
         tables = rng.permutation(prompts * per_prompt + 3)[: prompts * per_prompt]
         tables = tables.reshape(prompts, per_prompt)
         kv = torch.full((2, prompts * per_prompt + 3, size, key_heads, width), 7.0).to(dtype)
-        expected, slots = kv.clone(), torch.full((prompts, longest), -1)
+        expected, slots = kv.clone(), torch.full((prompts, longest + 2), -1)[:, :longest]
         for i, length in enumerate(lengths.tolist()):
             for t in range(length):
                 page = int(tables[i, t // size])

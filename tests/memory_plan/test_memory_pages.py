@@ -189,11 +189,10 @@ def test_a_larger_call_has_a_larger_pool_up_to_the_budget():
 def test_where_the_engine_keeps_no_pages_none_are_counted():
     """The choice is that of `make_engine` and `engine_of`."""
     stage = read_config("--base-model", "tiny:addition").stages[0].settings
-    sampling, model, shape = stage.sampling, stage.model, replace(SHAPE, layers=1)
-    assert _uses_paged_cache(sampling, model, shape, GPU, 1)
-    assert not _uses_paged_cache(sampling, model, shape, HERE, 1)
-    assert not _uses_paged_cache(replace(sampling, sampler_cache="plain"), model, shape, GPU, 1)
-    assert not _uses_paged_cache(replace(sampling, sampler="hf"), model, shape, GPU, 1)
-    assert not _uses_paged_cache(sampling, replace(model, router_replay=True), shape, GPU, 1)
-    assert not _uses_paged_cache(sampling, model, replace(shape, fast=False), GPU, 1)
-    assert not _uses_paged_cache(sampling, model, shape, GPU, 2)
+    sampling, shape = stage.sampling, replace(SHAPE, layers=1)
+    assert _uses_paged_cache(sampling, shape, GPU)
+    assert not _uses_paged_cache(sampling, shape, HERE)
+    assert not _uses_paged_cache(replace(sampling, sampler_cache="plain"), shape, GPU)
+    assert not _uses_paged_cache(replace(sampling, sampler="hf"), shape, GPU)
+    assert not _uses_paged_cache(replace(sampling, num_speculative_tokens=3), shape, GPU)
+    assert not _uses_paged_cache(sampling, replace(shape, fast=False), GPU)

@@ -68,7 +68,7 @@ def test_whatever_happens_to_an_engine_in_a_thousand_workloads(kind):
     run_seeds(kind, range(first, first + 1000))
 
 
-@pytest.mark.parametrize("kind", ["plain", "paged", "plain, drafts", "paged, drafts"])
+@pytest.mark.parametrize("kind", ["plain", "paged", "stepped", "plain, drafts", "paged, drafts"])
 def test_whatever_happens_to_an_engine_of_two_ranks_the_samples_are_the_same(kind):
     """Each rank runs the same workload; each result equals that of a single rank with only this
     request.
@@ -87,6 +87,7 @@ def test_whatever_happens_to_an_engine_of_two_ranks_the_samples_are_the_same(kin
     assert all(first[what] for what in ("dropped", "changed", "moved", "begun")), first
     assert first["waited"] or kind.startswith("plain")
     assert bool(first["accepted"]) == kind.endswith("drafts")
+    assert bool(first["ahead"]) == (kind == "stepped")
 
 
 def test_a_prompt_of_a_row_that_waited_through_new_weights_is_read_anew(decoders):

@@ -52,14 +52,14 @@ def test_who_says_gets_it_and_a_cpu_is_plain_by_default():
     assert kind_of(engine) == "stepped" and engine.eos_token_ids == (3,)
     with pytest.raises(UserError, match="fast decoder.*leave sampler_cache at auto"):
         make_engine(make_decoder(tiny_model("gpt2")), "paged")
-    decoder.tp_group = SimpleNamespace(size=2)  # device steps make no all-reduces
-    assert kind_of(make_engine(decoder, "paged", kv_cache_tokens=512)) == "paged"
-    with pytest.raises(UserError, match="several ranks share this decoder"):
-        multistep_engine(decoder)
+    settings = {"kv_cache_tokens": 512, "num_speculative_tokens": 2}
+    assert kind_of(make_engine(decoder, "paged", **settings)) == "paged"
+    with pytest.raises(UserError, match="the steps of a device feed one token"):
+        multistep_engine(decoder, num_speculative_tokens=2)
     decoder.device = torch.device("cuda")
     # as on a GPU, which this machine may not have
-    decoder.new_state = lambda tokens: SimpleNamespace()
-    assert kind_of(make_engine(decoder)) == "plain"
+    decoder.new_state = lambda tokens: SimpleNamespace(decoder=decoder)
+    assert kind_of(make_engine(decoder, num_speculative_tokens=2)) == "plain"
     with pytest.raises(ValueError, match="auto, plain, paged"):
         make_engine(decoder, "pages")
 

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from sampler_models import add_lora, one_thread, tiny_model  # noqa: F401
+from test_sampler_split import on_ranks, split
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -146,9 +147,30 @@ def record_launches(monkeypatch):
     return wire
 
 
-def fake_decoder(real: FastDecoder) -> FastDecoder:
+class FakeGroup:
+    """A group of two ranks whose collectives return tensors of the right shapes."""
+
+    rank, size = 0, 2
+
+    def __init__(self):
+        self.calls = Counter()
+
+    def all_reduce_(self, x):
+        self.calls["all_reduce_"] += 1
+        return x
+
+    def all_gather(self, x):
+        self.calls["all_gather"] += 1
+        return [x, torch.empty_like(x)]
+
+    def broadcast_(self, x):
+        self.calls["broadcast_"] += 1
+        return x
+
+
+def fake_decoder(real: FastDecoder, tp_group=None) -> FastDecoder:
     """Return the same decoder on fake CUDA tensors."""
-    weights = DecoderWeights()
+    weights = DecoderWeights(tp_group)
     weights.slices = real.weights.slices
     weights.buffers = {
         key: torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
@@ -158,14 +180,15 @@ def fake_decoder(real: FastDecoder) -> FastDecoder:
 
 
 def two_steps(
-    wire, model, rows, shared, choices=0, processed=NO_PROCESSING
+    wire, model, rows, shared, choices=0, processed=NO_PROCESSING, tp_group=None
 ) -> tuple[list, int, StepBuffers]:
     """Return the operations of a step, which must equal those of the next step, the number of
-    layers and the buffers. `choices`: recorded experts of a token.
+    layers and the buffers. `choices`: recorded experts of a token. `model` may be a decoder.
     """
-    real = make_decoder(model, dtype=torch.bfloat16, kind="fast")
+    is_decoder = isinstance(model, FastDecoder)
+    real = model if is_decoder else make_decoder(model, dtype=torch.bfloat16, kind="fast")
     with FakeTensorMode():
-        decoder = fake_decoder(real)
+        decoder = fake_decoder(real, tp_group)
         a = decoder.architecture
         kv = [
             torch.empty(2, 30, 256, a.key_heads, a.head_width, dtype=torch.bfloat16, device="cuda")
@@ -256,6 +279,25 @@ def test_a_step_with_logits_processing_waits_for_nothing_either(recorder, trunca
     assert not truncates or peak > 0.99 * planned
     recorder.made.clear()
     check_step(recorder)
+
+
+@pytest.mark.parametrize("processed", [NO_PROCESSING, ProcessedRows(16, True)])
+def test_a_step_of_several_ranks_waits_for_nothing_either(recorder, processed):
+    """The sums after the embedding, attention and MLP, an exchange of the slices of the vocabulary,
+    and one of the sample. Rows with logits processing: the columns of the logits, and the sample.
+    """
+    model, group = tiny_model("llama"), FakeGroup()
+    real = on_ranks(2, lambda team: split(model, team, dtype=torch.bfloat16))[0]
+    two_steps(recorder, real, 24, True, processed=processed, tp_group=group)
+    if processed.truncates:
+        assert {name for name, _ in recorder.made} == {"aten.arange.default"}
+        recorder.made.clear()
+    check_step(recorder)
+    expected = {"all_reduce_": 2 * (1 + 2 * 2 + 1), "all_gather": 2}
+    if processed.bucket:
+        expected |= {"all_gather": 2 * 2, "broadcast_": 2}
+    assert group.calls == expected
+    assert recorder.launched["slices"] == recorder.launched["search"] == 2
 
 
 def test_the_count_sees_what_a_graph_cannot_have(recorder):

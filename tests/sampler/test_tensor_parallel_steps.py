@@ -1,0 +1,79 @@
+"""Test steps of the device on several ranks that hold the weights together: the samples equal those
+of a single process that runs each step on the host.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sampler_models import multistep_engine, one_thread, paged_engine  # noqa: F401
+from tensor_parallel_case import AHEAD, SCENARIOS, make_decoders, play, play_ahead
+from test_distributed import run_launch
+
+
+@cache
+def expect(backend: str, device: str) -> dict:
+    """Return the samples of a single process: on a CPU by steps of the host."""
+    results = {}
+    on_host = device == "cpu"
+    make, steps = (paged_engine, 17) if on_host else (multistep_engine, 3)
+    for scenario in SCENARIOS:
+        # the same tokens before new weights: a step admits and samples 1, each other step 1 or 8
+        results[scenario] = play(scenario, make_decoders(scenario, device), make, steps, backend)
+    results[AHEAD] = play_ahead(make_decoders(AHEAD, device)[0], make, backend)
+    return results
+
+
+def run_ranks(out: Path, size: int, backend: str) -> dict:
+    """Return the samples of the ranks, which are equal."""
+    run_launch(
+        "ddp", out, out, backend, script="tests/tensor_parallel_case.py", processes=size
+    )  # fmt: skip
+    found, *others = (json.loads((out / f"found.{i}.json").read_text()) for i in range(size))
+    assert all(other == found for other in others)
+    assert found["trial"] is None and found["counts"]["launched ahead"] > 10
+    return found
+
+
+def list_samples(found: dict) -> list:
+    """Return the tokens, logprobs and versions of all samples."""
+    scenarios = [sample for scenario in SCENARIOS for sample in found[scenario]]
+    return scenarios + [(*sample, None) for call in found[AHEAD] for sample in call]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_sample_what_one_process_does(size, tmp_path):
+    """LoRA, truncation, biases, preemption, and new weights between chunks; chunks launched ahead,
+    and calls over an idle pool, which one rank has lost.
+    """
+    found, expected = run_ranks(tmp_path, size, "gloo"), expect("gloo", "cpu")
+    assert found["counts"]["captured"] == 0
+    for mine, single in zip(list_samples(found), list_samples(expected), strict=True):
+        assert (mine[0], mine[2]) == (single[0], single[2])
+        np.testing.assert_allclose(mine[1], single[1], atol=2e-6, rtol=1e-6)
+    first, second, third = found[AHEAD]
+    assert first != second == third
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_on_nccl_sample_what_one_gpu_does(size, tmp_path):
+    """CUDA graphs contain the sums. A rank alone has a communicator too. Rounding may let a sample
+    diverge; the tokens before agree in logprob.
+    """
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"{torch.cuda.device_count()} GPUs")
+    found, expected = run_ranks(tmp_path, size, "nccl"), expect("nccl", "cuda:0")
+    assert found["counts"]["captured"] > 10
+    diverged, pairs = 0, list(zip(list_samples(found), list_samples(expected), strict=True))
+    for mine, single in pairs:
+        differs = [a != b for a, b in zip(mine[0], single[0], strict=False)]
+        same = differs.index(True) if any(differs) else len(differs)
+        np.testing.assert_allclose(mine[1][:same], single[1][:same], atol=1e-3)
+        diverged += mine[0] != single[0]
+    assert diverged <= len(pairs) // 20
+    assert found[AHEAD][1] == found[AHEAD][2]
