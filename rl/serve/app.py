@@ -51,11 +51,11 @@ def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigne
     """Return an ASGI application with `routes`, /healthz, /metrics, /openapi.json and /docs."""
 
     async def health(request: Request) -> Response:
-        if engine.is_shutting_down:
-            return SafeJSONResponse({"status": "shutting_down"}, 503)
-        if not engine.is_alive:  # a supervisor has to restart the server
-            return SafeJSONResponse({"status": "failed"}, 503)
-        return SafeJSONResponse({"status": "ok"})
+        # if it failed, a supervisor has to restart the server
+        status = (
+            "shutting_down" if engine.is_shutting_down else "ok" if engine.is_alive else "failed"
+        )
+        return SafeJSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     async def metrics(request: Request) -> Response:
         return Response(engine.metrics.render(), media_type="text/plain; version=0.0.4")

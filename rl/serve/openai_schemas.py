@@ -27,8 +27,9 @@ from typing_extensions import TypedDict
 from rl.config import nearest_name
 from rl.renderers import format_broken_call
 from rl.serve.http_errors import HttpError
-from rl.serve.schemas import JsonBody, make_parameter, make_refusal, shorten
+from rl.serve.schemas import JsonBody, make_parameter, make_refusal
 from rl.types import Message, SamplingParams
+from rl.types.number_checks import shorten
 
 MAX_TOKENS = 2**31 - 1
 MAX_MESSAGES = 100_000
@@ -123,7 +124,7 @@ class OpenAIBody(JsonBody):
                 "in the messages, and check the response"
             )
             text = (
-                f"{place}={shorten(value)} is not supported here"
+                f"{place}={shorten(value, 80)} is not supported here"
                 f"{reason if _CONSTRAINTS.fullmatch(name) else ''}: omit it (or pass {allowed})"
             )
             return HttpError(400, text, place)
@@ -345,7 +346,7 @@ class CompletionBody(TextBody):
             )
         if self.best_of is not None and self.best_of != self.n:
             text = f"best_of must be n ({self.n}): the response has every sample"
-            raise HttpError(400, f"{text}, got {shorten(self.best_of)}", "best_of")
+            raise HttpError(400, f"{text}, got {shorten(self.best_of, 80)}", "best_of")
         return self
 
 

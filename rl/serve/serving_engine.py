@@ -317,15 +317,6 @@ def _resolve(done: Future, result: Any, label: str = "sample") -> None:
     done.set_exception(result)
 
 
-def log_write_failure(model_id: str, error: Exception) -> None:
-    """Log that a model could not be written to disk."""
-    log.error(
-        "a model could not be written",
-        extra={"model": model_id, "error": type(error).__name__},
-        exc_info=error,
-    )
-
-
 def check_base_model(base: ServedBaseModel, renderer: str | None = None) -> int | None:
     """Return the context length of a base model in tokens, from its config alone; None if the
     config states no limit.

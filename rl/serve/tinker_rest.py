@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import tarfile
 import time
@@ -104,7 +105,7 @@ class TinkerRestRoutes(ServerParts):
 
     async def get_capabilities(self, request: Request) -> Any:
         """Return the base models and their context lengths."""
-        bases = self.model_manager.list_bases()
+        bases = self.model_manager.bases.values()
         models = [SupportedModel(base.name, base.max_context) for base in bases]
         return asdict(GetServerCapabilitiesResponse(models))
 
@@ -269,14 +270,11 @@ class TinkerRestRoutes(ServerParts):
 
     async def list_sessions(self, request: Request) -> Any:
         """Return a page of the owner's session ids, the newest first."""
-        sessions = [
-            session
-            for session in list(self.session_store.sessions.values())
-            if session.owner == request.state.owner
-        ]
-        sessions.sort(key=lambda session: session.created)
-        page, _ = _paginate(request, sessions[::-1])
-        return {"sessions": [session.session_id for session in page]}
+        sessions = list(self.session_store.sessions.values())
+        sessions.sort(key=lambda session: -session.created)
+        owner = request.state.owner
+        ids = [session.session_id for session in sessions if session.owner == owner]
+        return {"sessions": _paginate(request, ids)[0]}
 
     async def get_session(self, request: Request) -> Any:
         """Return the training runs and sampling sessions of a session."""
@@ -333,19 +331,13 @@ def _paginate(request: Request, items: list[Any]) -> tuple[list[Any], dict[str, 
 
     Raises HttpError (400) if either is not a whole number.
     """
-    requested = {
-        name: request.query_params.get(name, default)
-        for name, default in (("limit", "20"), ("offset", "0"))
-    }
-    # isdigit alone accepts digits, such as superscripts, that int() refuses
-    if not all(v.isascii() and v.isdigit() and len(v) < 10 for v in requested.values()):
+    requested = {"limit": "20", "offset": "0"}
+    requested |= {name: request.query_params.get(name, requested[name]) for name in requested}
+    if not all(re.fullmatch("[0-9]{1,9}", value) for value in requested.values()):
         raise HttpError(400, f"limit and offset must be whole numbers, got {requested}")
-    limit, offset = int(requested["limit"]), int(requested["offset"])
-    return items[offset : offset + limit], {
-        "offset": offset,
-        "limit": limit,
-        "total_count": len(items),
-    }
+    cursor = {name: int(value) for name, value in requested.items()}
+    page = items[cursor["offset"] :][: cursor["limit"]]
+    return page, {**cursor, "total_count": len(items)}
 
 
 def _get_time(entry: dict[str, Any]) -> str:
