@@ -111,42 +111,13 @@ def make_unsupported(feature: str) -> RouteHandler:
 
 def make_description_routes(routes: Sequence[Any]) -> list[Route]:
     """Return the routes of /openapi.json, which describes the typed ones of `routes`, and of its
-    page /docs.
+    page /docs, which loads nothing, not even from this server.
     """
-    document = _describe_routes([route for route in routes if isinstance(route, TypedRoute)])
-    page = _make_page(document)
-
-    async def get_document(request: Request) -> Response:
-        return SafeJSONResponse(document)
-
-    async def get_page(request: Request) -> Response:
-        return HTMLResponse(page, headers={"content-security-policy": "default-src 'none'"})
-
-    return [Route("/openapi.json", get_document), Route("/docs", get_page)]
-
-
-def _make_page(document: dict[str, Any]) -> str:
-    """Return a page that lists the routes. It loads nothing, not even from this server."""
-    rows = [
-        f"<tr><td>{method.upper()}<td>{html.escape(path)}<td>{html.escape(text.partition('.')[0])}"
-        for path, operations in document["paths"].items()
-        for method, operation in operations.items()
-        for text in [operation.get("description", operation["summary"])]
-    ]
-    return (
-        f"<!doctype html><title>{_TITLE}</title><h1>{_TITLE}</h1><p>Every field with its bounds is "
-        'in <a href="openapi.json">openapi.json</a>. This page has no interactive view, because '
-        "its script would have to be loaded from another server: open openapi.json in any OpenAPI "
-        f"viewer.<table>{''.join(rows)}</table>"
-    )
-
-
-def _describe_routes(routes: Sequence[TypedRoute]) -> dict[str, Any]:
-    """Return the OpenAPI description of the routes."""
-    api_routes = [route.to_api_route() for route in routes]
+    typed_routes = [route for route in routes if isinstance(route, TypedRoute)]
+    api_routes = [route.to_api_route() for route in typed_routes]
     document = get_openapi(title=_TITLE, version="1", routes=api_routes)
     types: dict[str, Any] = {}
-    for route in routes:
+    for route in typed_routes:
         kinds = (route.body_type, *route.response_types)
         types |= {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
     _, definitions = TypeAdapter.json_schemas(
@@ -154,4 +125,20 @@ def _describe_routes(routes: Sequence[TypedRoute]) -> dict[str, Any]:
         ref_template=_SCHEMA_PREFIX + "{model}",
     )
     document.setdefault("components", {})["schemas"] = definitions["$defs"]
-    return document
+    rows = [
+        f"<tr><td>{method.upper()}<td>{html.escape(path)}<td>{html.escape(text.partition('.')[0])}"
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+        for text in [operation.get("description", operation["summary"])]
+    ]
+    page = (
+        f"<!doctype html><title>{_TITLE}</title><h1>{_TITLE}</h1><p>Every field with its bounds is "
+        'in <a href="openapi.json">openapi.json</a>. This page has no interactive view, because '
+        "its script would have to be loaded from another server: open openapi.json in any OpenAPI "
+        f"viewer.<table>{''.join(rows)}</table>"
+    )
+    headers = {"content-security-policy": "default-src 'none'"}
+    return [
+        Route("/openapi.json", SafeJSONResponse(document), methods=["GET"]),
+        Route("/docs", HTMLResponse(page, headers=headers), methods=["GET"]),
+    ]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -136,13 +136,19 @@ class SamplingReply:
         Sample j of prompt p is the choice with index p * n + j. `make_callback(index)`: returns
         what is called with the samples so far of a prompt, whose first choice has that index.
         """
-        pending = []
+        tasks = []
         for p, prompt in enumerate(self.prompts):
             options = dict(self.options)
             if make_callback is not None and self.shows_samples:
                 options["show"] = make_callback(p * self.n)
-            pending.append(self._sample(prompt, self.n, self.params, **options))
-        self.responses = await _gather_or_cancel(pending)
+            sampling = self._sample(prompt, self.n, self.params, **options)
+            tasks.append(asyncio.ensure_future(sampling))
+        try:
+            self.responses = await asyncio.gather(*tasks)
+        except BaseException:  # of any of them
+            for task in tasks:
+                task.cancel()
+            raise
         choices: list[Any] = []
         top = None
         for prompt, response in zip(self.prompts, self.responses, strict=True):
@@ -489,19 +495,6 @@ def report_as_field_error(param: str, prefix: str = "") -> Iterator[None]:
             raise
         text = f"{param} contains text that the model's tokenizer cannot encode ({error})"
         raise HttpError(400, text[:300], param) from error
-
-
-async def _gather_or_cancel(
-    coroutines: Sequence[Coroutine[Any, Any, SampleResponse]],
-) -> list[SampleResponse]:
-    """Return the results of all coroutines. If any fails, cancel the others and raise its error."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise
 
 
 def get_request_stop_texts(

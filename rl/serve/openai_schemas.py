@@ -508,15 +508,12 @@ def to_messages(chat: Sequence[ChatMessage]) -> list[Message]:
             thoughts = item.reasoning_content or item.reasoning
             message |= {"reasoning_content": str(thoughts)} if thoughts else {}
             names |= {str(call.id): call.function["name"] for call in item.tool_calls}
-            calls: list[dict[str, Any]] = []
-            broken: list[dict[str, Any]] = []
-            for call in item.tool_calls:
-                is_broken = isinstance(call.function["arguments"], str)
-                (broken if is_broken else calls).append(call.function)
+            functions = [call.function for call in item.tool_calls]
             # malformed calls stay in the content, as the model wrote them
+            broken = [call for call in functions if isinstance(call["arguments"], str)]
             texts = [item.content] if item.content or not broken else []
             message["content"] = "\n".join([*texts, *map(format_broken_call, broken)])
-            if calls:
+            if calls := [call for call in functions if call not in broken]:
                 message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
         elif item.role == "tool" and (name := item.name or names.get(str(item.tool_call_id))):
             message["name"] = str(name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from starlette.responses import Response
 
 from rl.serve import conversion
 from rl.serve.http_errors import (
-    ErrorCategory,
     HttpError,
     SafeJSONResponse,
     ShutdownError,
@@ -62,34 +60,26 @@ class EncodedResult:
 
 
 def encode_future(future: Future, verb: str) -> EncodedResult:
-    """Encode the result of a finished future. An error is kept as its message and category."""
-    if future.cancelled():
-        return _encode_error("the request was cancelled", "user")
-    error = future.exception()
-    if error is None:
+    """Encode the result of a finished future. An error is kept as its category and its message, of
+    at most 10,000 characters.
+    """
+    error: BaseException | None = HttpError(400, "the request was cancelled")
+    if not future.cancelled() and (error := future.exception()) is None:
+        result = future.result()
         try:
-            return _encode_result(future.result())
+            if isinstance(result, ForwardBackwardOutput):
+                return EncodedResult("outputs", conversion.encode_output(result))
+            if isinstance(result, SampleResponse):
+                return EncodedResult("samples", conversion.encode_samples(result))
+            return EncodedResult("json", SafeJSONResponse.render(result))
         except Exception as caught:  # boundary: a failed encoding is a result too
             error = caught
+    assert error is not None
     if isinstance(error, ShutdownError):
         return EncodedResult("interrupted", b"")
     http_error = to_http_error(error, verb)
-    return _encode_error(http_error.message, http_error.category)
-
-
-def _encode_result(result: Any) -> EncodedResult:
-    """Encode a result. Raises ValueError or TypeError if it cannot be encoded."""
-    if isinstance(result, ForwardBackwardOutput):
-        return EncodedResult("outputs", conversion.encode_output(result))
-    if isinstance(result, SampleResponse):
-        return EncodedResult("samples", conversion.encode_samples(result))
-    return EncodedResult("json", SafeJSONResponse.render(result))
-
-
-def _encode_error(message: str, category: ErrorCategory) -> EncodedResult:
-    """Encode an error. The message is cut to 10,000 characters."""
-    fields = {"error": message[:10_000], "category": category}
-    return EncodedResult("error", json.dumps(fields).encode("ascii"))
+    fields = {"error": http_error.message[:10_000], "category": http_error.category}
+    return EncodedResult("error", SafeJSONResponse.render(fields))
 
 
 @dataclass

@@ -207,29 +207,26 @@ class TinkerRestRoutes(ServerParts):
         The link needs no key and expires after an hour.
         """
         checkpoint_folder.verify_checkpoint(self._find_folder(request))
-        expires = int(time.time()) + _LINK_SECONDS
-        headers = {
-            "location": self._make_link(request, expires, ARCHIVE_NAME),
-            "expires": formatdate(expires, usegmt=True),
-        }
+        url, expires = self._make_link(request, ARCHIVE_NAME)
+        headers = {"location": url, "expires": formatdate(expires, usegmt=True)}
         return Response(status_code=302, headers=headers)
 
     def list_file_urls(self, request: Request) -> Any:
         """Return a link for each file. A link needs no key and expires after an hour."""
-        folder, expires = self._find_folder(request), int(time.time()) + _LINK_SECONDS
-        urls = {
-            name: self._make_link(request, expires, name)
-            for file in list_files(folder)
-            if file.name not in (checkpoint_folder.MANIFEST, "state.json")
-            for name in [file.relative_to(folder).as_posix()]
-        }
+        folder, urls = self._find_folder(request), {}
+        expires = 0
+        for file in list_files(folder):
+            if file.name not in (checkpoint_folder.MANIFEST, "state.json"):
+                name = file.relative_to(folder).as_posix()
+                urls[name], expires = self._make_link(request, name)
         return {"urls": urls, "expires": _iso_time(expires)}
 
-    def _make_link(self, request: Request, expires: int, name: str) -> str:
-        """Return a signed URL of a file of the path's checkpoint. `expires`: Unix seconds."""
+    def _make_link(self, request: Request, name: str) -> tuple[str, int]:
+        """Return a signed URL of a file of the path's checkpoint, and its end in Unix seconds."""
+        expires = int(time.time()) + _LINK_SECONDS
         place = "{model_id}/{kind}/{name}".format_map(request.path_params)
         path = self.links.make_path(request.state.owner, expires, f"{place}/{name}")
-        return f"{str(request.base_url).rstrip('/')}{path}"
+        return f"{str(request.base_url).rstrip('/')}{path}", expires
 
     def get_file(self, request: Request) -> Response:
         """Return the file of a signed link, or the folder as a tar file.
