@@ -95,8 +95,19 @@ class OpenAIRoutes:
 
     def list_models(self, request: Request) -> Any:
         """List the models."""
-        models = self.backend.models(get_request_owner(request))
-        return {"object": "list", "data": list(map(_make_model_entry, models))}
+        entries = [
+            {
+                "id": model.name,
+                "object": "model",
+                "created": model.created,
+                "owned_by": "whetstone",
+                # tokens of prompt and response together, of which the model never reads the last:
+                # clients check it before they send
+                "max_model_len": None if model.max_context is None else model.max_context + 1,
+            }
+            for model in self.backend.models(get_request_owner(request))
+        ]
+        return {"object": "list", "data": entries}
 
     def get_model(self, request: Request) -> Any:
         """Return a model."""
@@ -186,22 +197,6 @@ class OpenAIRoutes:
                 handle_disconnect()
                 return Response(status_code=499)
         return work.result()[1]
-
-
-def _make_model_entry(model: Any) -> dict[str, Any]:
-    """Return an entry of /v1/models.
-
-    `max_model_len`: tokens of prompt and response together; clients check it before they send.
-    """
-    # the model never reads the last token
-    longest = None if model.max_context is None else model.max_context + 1
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "whetstone",
-        "max_model_len": longest,
-    }
 
 
 def get_request_owner(request: Request) -> str:

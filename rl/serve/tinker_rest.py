@@ -113,9 +113,8 @@ class TinkerRestRoutes(ServerParts):
 
     def _describe_run(self, model: ModelRecord) -> dict[str, Any]:
         """Return a training run as Tinker's JSON describes it."""
-        last = {}
-        for entry in sorted(self._describe_checkpoints([model]), key=_get_time):
-            last[entry["checkpoint_type"]] = entry
+        entries = sorted(self._describe_checkpoints([model]), key=_get_time)
+        last = {entry["checkpoint_type"]: entry for entry in entries}
         return {
             "training_run_id": model.model_id,
             "base_model": model.base.name,

@@ -243,22 +243,20 @@ class TinkerRoutes(ServerParts):
         model: ModelRecord,
         seq: int,
         verb: str,
-        raw: bytes,
+        body_digest: bytes,
+        size: int,
         work: Callable[[], VerbSteps],
-        size: int | None = None,
     ) -> dict[str, Any]:
         """Queue a model's request once, even if it is repeated. Return its id.
 
         A wrong value in the request becomes its result.
 
-        raw     the body, or a digest of the body
-        size    bytes of the body, if `raw` is a digest
+        size    bytes of the body, until the request has run
 
         Raises HttpError: 503 if the server is shutting down, 429 if a limit is reached, 400 if the
         number was used for another request.
         """
-        request_id, digest = f"{model.model_id}:{seq}", compute_digest(verb.encode(), raw)
-        size = len(raw) if size is None else size
+        request_id, digest = f"{model.model_id}:{seq}", compute_digest(verb.encode(), body_digest)
         if self.engine.is_shutting_down:
             raise ShutdownError()
         if self.request_store.find_duplicate(request_id, digest) is None:
@@ -312,7 +310,7 @@ class TinkerRoutes(ServerParts):
 
         verb = "forward_backward" if backward else "forward"
         work = functools.partial(self.model_manager.forward_backward, model, read, backward)
-        return self._enqueue_once(model, message.seq_id, verb, digest, work, size)
+        return self._enqueue_once(model, message.seq_id, verb, digest, size, work)
 
     def _make_numbered_handler(self, verb: str, body_type: type[schemas.JsonBody]) -> RouteHandler:
         """Return the handler of a verb whose requests run in the order of their numbers.
@@ -338,7 +336,9 @@ class TinkerRoutes(ServerParts):
                 name: value for name, value in fields.items() if name != "sampling_session_seq_id"
             }
             raw = json.dumps(payload, sort_keys=True).encode()
-            return self._enqueue_once(model, numbered.seq_id, verb, raw, work)
+            return self._enqueue_once(
+                model, numbered.seq_id, verb, compute_digest(raw), len(raw), work
+            )
 
         handle.__name__, handle.__doc__ = verb, run.__doc__
         return handle
