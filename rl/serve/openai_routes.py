@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from rl.serve.agent_sessions import AgentSession, AgentSessions, SamplingBackend
-from rl.serve.api_routes import RouteHandler, TypedRoute
+from rl.serve.api_routes import RouteHandler, TypedRoute, get_request_owner
 from rl.serve.http_errors import HttpError, SafeJSONResponse, report_error
 from rl.serve.openai_responses import (
     ChatReply,
@@ -93,7 +93,7 @@ class OpenAIRoutes:
             *(TypedRoute(path, handler, method) for method, path, handler in table),
         ]
 
-    def list_models(self, request: Request) -> Any:
+    def list_models(self, owner: str) -> Any:
         """List the models."""
         entries = [
             {
@@ -105,41 +105,36 @@ class OpenAIRoutes:
                 # clients check it before they send
                 "max_model_len": None if model.max_context is None else model.max_context + 1,
             }
-            for model in self.backend.models(get_request_owner(request))
+            for model in self.backend.models(owner)
         ]
         return {"object": "list", "data": entries}
 
-    def get_model(self, request: Request) -> Any:
+    def get_model(self, owner: str, model: str) -> Any:
         """Return a model."""
-        name = request.path_params["model"]
-        for entry in self.list_models(request)["data"]:
-            if entry["id"] == name:
+        for entry in self.list_models(owner)["data"]:
+            if entry["id"] == model:
                 return entry
-        raise HttpError(404, f"unknown model {name!r:.200}", "model", code="model_not_found")
+        raise HttpError(404, f"unknown model {model!r:.200}", "model", code="model_not_found")
 
-    async def list_sessions(self, request: Request) -> Any:
+    async def list_sessions(self, owner: str) -> Any:
         """List the names of sessions."""
-        return {"sessions": self.sessions.list_names(get_request_owner(request))}
+        return {"sessions": self.sessions.list_names(owner)}
 
-    async def get_session(self, request: Request) -> Any:
+    async def get_session(self, owner: str, session: str) -> Any:
         """Return the turns of a session."""
-        return self._find_session(request).to_json()
+        return self.sessions.find(owner, session).to_json()
 
-    async def delete_session(self, request: Request) -> Any:
+    async def delete_session(self, owner: str, session: str) -> Any:
         """Delete a session."""
-        self.sessions.delete(get_request_owner(request), request.path_params["session"])
+        self.sessions.delete(owner, session)
         return {"deleted": True}
 
-    async def post_reward(self, request: Request, body: RewardBody) -> Any:
+    async def post_reward(self, owner: str, session: str, body: RewardBody) -> Any:
         """Score a session."""
-        session = self._find_session(request)
-        session.reward = body.reward
-        session.metrics |= {name[:_MAX_NAME_LENGTH]: body.metrics[name] for name in body.metrics}
-        return {"reward": session.reward, "turns": len(session.turns)}
-
-    def _find_session(self, request: Request) -> AgentSession:
-        """Return the session of the request's path. Raises HttpError (404) if there is none."""
-        return self.sessions.find(get_request_owner(request), request.path_params["session"])
+        scored = self.sessions.find(owner, session)
+        scored.reward = body.reward
+        scored.metrics |= {name[:_MAX_NAME_LENGTH]: body.metrics[name] for name in body.metrics}
+        return {"reward": scored.reward, "turns": len(scored.turns)}
 
     # ------------------------------------------------------------------------------------- sampling
 
@@ -197,11 +192,6 @@ class OpenAIRoutes:
                 handle_disconnect()
                 return Response(status_code=499)
         return work.result()[1]
-
-
-def get_request_owner(request: Request) -> str:
-    """Return the owner of a request, as set by the surrounding application; "" without keys."""
-    return str(getattr(request.state, "owner", "") or "")
 
 
 class LiveSamples:

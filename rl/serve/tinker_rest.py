@@ -103,7 +103,7 @@ class TinkerRestRoutes(ServerParts):
         ]
         return [TypedRoute(f"/api/v1/{path}", handler, method) for method, path, handler in table]
 
-    async def get_capabilities(self, request: Request) -> Any:
+    async def get_capabilities(self) -> Any:
         """Return the base models and their context lengths."""
         bases = self.model_manager.bases.values()
         models = [SupportedModel(base.name, base.max_context) for base in bases]
@@ -149,29 +149,28 @@ class TinkerRestRoutes(ServerParts):
                 entries.append(entry)
         return entries
 
-    def list_runs(self, request: Request) -> Any:
+    def list_runs(self, request: Request, owner: str) -> Any:
         """Return a page of the owner's training runs, the most recently used first."""
-        models = self.session_store.list_models(request.state.owner)
+        models = self.session_store.list_models(owner)
         models.sort(key=lambda model: model.last_request, reverse=True)
         page, cursor = _paginate(request, models)
         return {"training_runs": list(map(self._describe_run, page)), "cursor": cursor}
 
-    def get_run(self, request: Request) -> Any:
+    def get_run(self, owner: str, model_id: str) -> Any:
         """Return a training run."""
-        return self._describe_run(self._find_model(request))
+        return self._describe_run(self._find_model(owner, model_id))
 
-    def _find_model(self, request: Request) -> ModelRecord:
-        """Return the model of the path. Raises HttpError (404) if the owner has no such model."""
-        model_id, owner = request.path_params["model_id"], request.state.owner
+    def _find_model(self, owner: str, model_id: str) -> ModelRecord:
+        """Return a model. Raises HttpError (404) if the owner has no such model."""
         return find_record(self.session_store.models, model_id, owner, "training run")
 
-    def list_checkpoints(self, request: Request) -> Any:
+    def list_checkpoints(self, owner: str, model_id: str) -> Any:
         """Return the checkpoints of a training run."""
-        return {"checkpoints": self._describe_checkpoints([self._find_model(request)])}
+        return {"checkpoints": self._describe_checkpoints([self._find_model(owner, model_id)])}
 
-    def list_all_checkpoints(self, request: Request) -> Any:
+    def list_all_checkpoints(self, request: Request, owner: str) -> Any:
         """Return a page of the checkpoints of all runs of the owner, the newest first."""
-        models = self.session_store.list_models(request.state.owner)
+        models = self.session_store.list_models(owner)
         checkpoints = sorted(self._describe_checkpoints(models), key=_get_time, reverse=True)
         page, cursor = _paginate(request, checkpoints)
         return {"checkpoints": page, "cursor": cursor}
@@ -191,9 +190,8 @@ class TinkerRestRoutes(ServerParts):
         checkpoint_folder.set_expiry(self._find_folder(request), body.ttl_seconds)
         return Response(status_code=204)
 
-    def get_weights_info(self, request: Request, body: WeightsInfoBody) -> Any:
+    def get_weights_info(self, owner: str, body: WeightsInfoBody) -> Any:
         """Return the base model and the LoRA settings of saved weights."""
-        owner = request.state.owner
         model, folder = self.session_store.find_folder(body.tinker_path, owner)
         info = RestClient().get_weights_info_by_tinker_path(str(folder)).result()
         return {**asdict(info), "base_model": model.base.name}
@@ -253,30 +251,25 @@ class TinkerRestRoutes(ServerParts):
 
     # ----------------------------------------------------------------------- samplers and sessions
 
-    async def get_sampler(self, request: Request) -> Any:
+    async def get_sampler(self, owner: str, sampler_id: str) -> Any:
         """Return the base model of a sampling session and the path of its weights."""
-        sampler = self.session_store.get_sampler(
-            request.path_params["sampler_id"], request.state.owner
-        )
+        sampler = self.session_store.get_sampler(sampler_id, owner)
         return {
             "sampler_id": sampler.sampler_id,
             "base_model": sampler.base.name,
             "model_path": sampler.path and format_path(sampler.path),
         }
 
-    async def list_sessions(self, request: Request) -> Any:
+    async def list_sessions(self, request: Request, owner: str) -> Any:
         """Return a page of the owner's session ids, the newest first."""
         sessions = list(self.session_store.sessions.values())
         sessions.sort(key=lambda session: -session.created)
-        owner = request.state.owner
         ids = [session.session_id for session in sessions if session.owner == owner]
         return {"sessions": _paginate(request, ids)[0]}
 
-    async def get_session(self, request: Request) -> Any:
+    async def get_session(self, owner: str, session_id: str) -> Any:
         """Return the training runs and sampling sessions of a session."""
-        session = self.session_store.get_session(
-            request.path_params["session_id"], request.state.owner, alive=False
-        )
+        session = self.session_store.get_session(session_id, owner, alive=False)
         models = self.session_store.list_models(session_id=session.session_id)
         samplers = self.session_store.list_samplers(session.session_id)
         return {
