@@ -242,7 +242,7 @@ def redact_path(path: str) -> str:
 
 class JsonLineFormatter(logging.Formatter):
     """Format each log record as a line of JSON: time, level, event, the record's FIELDS, and the
-    last 12 frames of an exception.
+    type of an exception with its last 12 frames.
 
     Prompts and keys are never logged.
     """
@@ -269,7 +269,8 @@ class JsonLineFormatter(logging.Formatter):
             "event": record.getMessage(),
         }
         line |= {name: getattr(record, name) for name in self.FIELDS if hasattr(record, name)}
-        if record.exc_info and record.exc_info[2] is not None:
+        if record.exc_info and record.exc_info[0] is not None:
+            line["error"] = record.exc_info[0].__name__
             # without the exception's message, which may contain a user's tokens
             line["where"] = [
                 f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"

@@ -124,7 +124,7 @@ def report_error(error: BaseException) -> HttpError:
     """
     http_error = to_http_error(error, caller_errors=(ValueError,))
     if http_error.status >= 500 and http_error is not error:
-        _log.error("a request failed", extra={"error": type(error).__name__}, exc_info=error)
+        _log.error("a request failed", exc_info=error)
     return http_error
 
 

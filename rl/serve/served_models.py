@@ -293,10 +293,9 @@ class ModelManager:
                 self._drop_gradient(model, end_reason)
             self.write_model(model)
         except Exception as error:  # boundary: for example a full disk; other models are written
-            kind = type(error).__name__
-            fields = {"model": model.model_id, "error": kind}
+            fields = {"model": model.model_id}
             log.error("a model could not be written", extra=fields, exc_info=error)
-            return kind
+            return type(error).__name__
         return None
 
     def commit_change(self, model: ModelRecord, verb: str, uses_gradient: bool = False) -> None:

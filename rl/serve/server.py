@@ -185,8 +185,7 @@ class ModelServer(ServerParts):
         try:
             self.do_upkeep()
         except Exception as error:  # boundary: requests go on
-            fields = {"error": type(error).__name__}
-            log.error("upkeep of sessions failed", extra=fields, exc_info=error)
+            log.error("upkeep of sessions failed", exc_info=error)
 
     def do_upkeep(self) -> None:
         """Skip lost numbers, remove expired results, and end sessions without a heartbeat."""

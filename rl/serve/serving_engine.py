@@ -308,8 +308,7 @@ def _resolve(done: Future, result: Any, label: str = "sample") -> None:
         done.set_result(result)
         return
     if not isinstance(result, HttpError) and to_http_error(result, label).category == "server":
-        fields = {"verb": label, "error": type(result).__name__}
-        log.error("work failed", extra=fields, exc_info=result)
+        log.error("work failed", extra={"verb": label}, exc_info=result)
     clear_tracebacks(result)
     done.set_exception(result)
 
