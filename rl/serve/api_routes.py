@@ -58,8 +58,8 @@ class TypedRoute(Route):
 
         async def endpoint(request: Request) -> Response:
             try:
-                values = {"request": request, **request.path_params}
-                values["owner"] = get_request_owner(request)
+                owner = get_request_owner(request)
+                values: dict[str, Any] = {"request": request, "owner": owner, **request.path_params}
                 if json_type is not None:
                     values["body"] = read_body(json_type, await read_fields(request))
                 result = await run(*(values[name] for name in parameters))

@@ -292,12 +292,12 @@ class ChatReply(SamplingReply):
         turn = SampledTurn(self.prompt, sequence, answer, is_complete, self.messages, self.tools)
         self.session.record_turn(turn, *to_messages([read_body(ChatMessage, reply)]))
         is_cut = sequence.stop_reason == "length"
-        return {
+        choice: Any = {
             "index": index,
             "message": reply,
             "finish_reason": "length" if is_cut else "tool_calls" if calls else "stop",
-            **self.make_token_fields(sequence, top),  # type: ignore[typeddict-item]
         }
+        return choice | self.make_token_fields(sequence, top)
 
     def make_response(self, choices: list[ChatChoice]) -> ChatResponse:
         versions = sorted({str(sequence.version) for sequence in self.responses[0].sequences})

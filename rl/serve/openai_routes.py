@@ -216,7 +216,10 @@ class LiveSamples:
             self.new |= {first + i: sequence for i, sequence in samples.items()}
             self.updated.set()
 
-        return lambda samples: self._loop.call_soon_threadsafe(add, samples)
+        def deliver(samples: PartialSamples) -> None:
+            self._loop.call_soon_threadsafe(add, samples)
+
+        return deliver
 
     def write_new(self) -> Iterator[Event]:
         """Yield the events of the new samples, and clear `updated`."""

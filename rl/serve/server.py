@@ -287,7 +287,7 @@ def _make_bind_error(settings: ServeSettings, error: OSError | None) -> UserErro
         errno.EADDRNOTAVAIL: f"this machine has no such address: {other_address}",
         errno.EAFNOSUPPORT: f"this machine has no address of this family: {other_address}",
     }
-    reason = remedy.get(error and error.errno, str(error))
+    reason = remedy.get(error.errno if error is not None else None, str(error))
     return UserError(f"--host {settings.host} --port {settings.port}: {reason}")
 
 

@@ -210,8 +210,8 @@ class TinkerRestRoutes(ServerParts):
 
     def list_file_urls(self, request: Request) -> Any:
         """Return a link for each file. A link needs no key and expires after an hour."""
-        folder, urls = self._find_folder(request), {}
-        expires = 0
+        folder, expires = self._find_folder(request), 0
+        urls: dict[str, str] = {}
         for file in list_files(folder):
             if file.name not in (checkpoint_folder.MANIFEST, "state.json"):
                 name = file.relative_to(folder).as_posix()
