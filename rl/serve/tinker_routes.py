@@ -353,9 +353,11 @@ class TinkerRoutes(ServerParts):
         base, service = saved.base, self.engine.service
         if new.base_model is not None:
             base = self.engine.settings.find_base(new.base_model)
-        load = service.create_training_client_from_state
-        if body.optimizer:
-            load = service.create_training_client_from_state_with_optimizer
+        load = (
+            service.create_training_client_from_state_with_optimizer
+            if body.optimizer
+            else service.create_training_client_from_state
+        )
         base_dtype = self.engine.settings.saved_base_dtype
         make = functools.partial(load, str(folder), base.source, base_dtype=base_dtype)
         result = {"path": body.path, "type": "load_weights"}
