@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 import threading
@@ -104,10 +105,15 @@ class SampleScorerHandle:
                     if ticket in self._expected
                 ]
             for score, pending, scorer, make_item in ready:
-                if score is None:
-                    _score_here(pending, scorer, make_item)
-                else:
-                    _deliver(pending, scorer, score)
+                try:
+                    if score is None:  # the scorer of this process computes it
+                        local = scorer.submit(*make_item())
+                        local.add_done_callback(functools.partial(_copy_result, pending))
+                    else:
+                        scorer.record_score(score)
+                        pending.set_result(score)
+                except BaseException as error:  # the thread that waits for the score raises it
+                    pending.set_exception(error)
             with self._lock:
                 self._lock.wait_for(lambda: self._closed, _POLL_SECONDS)
 
@@ -131,26 +137,7 @@ class SampleScorerHandle:
             self._driver.submit("close_scorer", self.scorer_id)
 
 
-def _deliver(pending: PendingScore, scorer: Scorer, score: Score) -> None:
-    """Count a score and set it."""
-    try:
-        scorer.record_score(score)
-    except BaseException as error:  # the thread that waits for the score raises it
-        pending.set_exception(error)
-    else:
-        pending.set_result(score)
-
-
-def _score_here(pending: PendingScore, scorer: Scorer, make_item: Callable[[], RewardItem]) -> None:
-    """Set the score that the scorer of this process computes."""
-    try:
-        local = scorer.submit(*make_item())
-        local.add_done_callback(lambda done: _copy_result(done, pending))
-    except BaseException as error:  # the thread that waits for the score raises it
-        pending.set_exception(error)
-
-
-def _copy_result(done: PendingScore, pending: PendingScore) -> None:
+def _copy_result(pending: PendingScore, done: PendingScore) -> None:
     error = done.exception()
     if error is not None:
         pending.set_exception(error)

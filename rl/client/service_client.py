@@ -311,23 +311,17 @@ class ServiceClient:
             )
         user_metadata = check_user_metadata(user_metadata)
         state = state and os.path.expanduser(state)
-        spec = self._locate_base(spec, state)
+        base = spec.base_model
+        if spec.lora is not None:
+            base = learner_checkpoint.resolve_base_model(spec, state)[0]
+        folder = Path(base).expanduser()
+        in_output_dir = folder.resolve().is_relative_to(Path(self.output_dir).resolve())
+        # whether the base is a folder outside the output folder
+        is_elsewhere = folder.is_dir() and not in_output_dir
+        spec = replace(spec, base_model=base, elsewhere=is_elsewhere)
         model_id = self._context.next_model_id()
         created = self._driver.submit("create_model", model_id, spec, state, with_optimizer)
         return TrainingClient(self._context, model_id, created, user_metadata, self)
-
-    def _locate_base(self, spec: ModelSpec, state: str | None) -> ModelSpec:
-        """Return `spec` with its base resolved on this machine, and with `elsewhere` set if the
-        base is a folder outside the output folder.
-        """
-        base = (
-            spec.base_model
-            if spec.lora is None
-            else learner_checkpoint.resolve_base_model(spec, state)[0]
-        )
-        folder = Path(base).expanduser()
-        in_output_dir = folder.resolve().is_relative_to(Path(self.output_dir).resolve())
-        return replace(spec, base_model=base, elsewhere=folder.is_dir() and not in_output_dir)
 
     # ------------------------------------------------------------------------------------- sampling
 

@@ -313,16 +313,8 @@ class TrainingClient(AwaitableClient):
         """
         path = self._make_save_path("checkpoints", name, ttl_seconds, folder)
         other_model_ids = {key: client.model_id for key, client in (companions or {}).items()}
-        merged_metadata = self._merge_user_metadata(user_metadata)
-        future = self._submit(
-            "save_state",
-            path,
-            dict(metadata or {}),
-            ttl_seconds,
-            other_model_ids,
-            overwrite,
-            merged_metadata,
-        )
+        options = ttl_seconds, other_model_ids, overwrite, self._merge_user_metadata(user_metadata)
+        future = self._submit("save_state", path, dict(metadata or {}), *options)
         saved = SavedState(future, types.SaveWeightsResponse)
         if name is None:
             saved.result()
@@ -348,15 +340,8 @@ class TrainingClient(AwaitableClient):
         if value_head:
             require_value_head(self.info, "save_weights_for_sampler with value_head")
         path = self._make_save_path("sampler_weights", name, ttl_seconds, folder)
-        merged_metadata = self._merge_user_metadata(user_metadata)
-        future = self._submit(
-            "save_for_sampler",
-            path,
-            merged,
-            ttl_seconds,
-            value_head,
-            merged_metadata,
-        )
+        options = merged, ttl_seconds, value_head, self._merge_user_metadata(user_metadata)
+        future = self._submit("save_for_sampler", path, *options)
         return APIFuture(future, types.SaveWeightsForSamplerResponse)
 
     def save_weights_external(self, *args: Any, **kwargs: Any) -> APIFuture[Any]:
@@ -385,8 +370,12 @@ class TrainingClient(AwaitableClient):
                 "kind is 'snapshot' (a sampling client keeps its weights; make a new client "
                 f"after each update), got {kind!r}"
             )
+        return self._take_snapshot("snapshot")
+
+    def _take_snapshot(self, verb: str) -> SamplingClient:
+        """Return a sampling client of the weights that a verb takes a snapshot of."""
         version_id = self._context.next_version_id()
-        created = self._submit("snapshot", version_id)
+        created = self._submit(verb, version_id)
         return SamplingClient(self._context, version_id, created, self.info)
 
     def create_sampling_client(
@@ -408,9 +397,7 @@ class TrainingClient(AwaitableClient):
                 "get_base_sampling_client needs a LoRA client: a client that trains full weights "
                 "keeps no base weights"
             )
-        version_id = self._context.next_version_id()
-        created = self._submit("snapshot_base", version_id)
-        return SamplingClient(self._context, version_id, created, self.info)
+        return self._take_snapshot("snapshot_base")
 
     def load_state(
         self, path: str, weights_access_token: str | None = None

@@ -64,6 +64,11 @@ class SampledTurn:
     tools: Sequence[Mapping[str, Any]] = ()
     new_messages: Sequence[Message] = ()  # the messages since the turn that this turn continues
 
+    @property
+    def num_ids(self) -> int:
+        """Return the number of ids of the prompt and the sample."""
+        return len(self.prompt) + len(self.sequence.tokens)
+
 
 @dataclass
 class AgentSession:
@@ -123,7 +128,7 @@ class AgentSession:
         again.
         """
         self.turns.append(turn)
-        self.num_ids += len(turn.prompt) + len(turn.sequence.tokens)
+        self.num_ids += turn.num_ids
         if turn.messages is None:
             return
         turn.answer = _omit(turn.answer, "unparsed_tool_calls")
@@ -207,15 +212,10 @@ class AgentSession:
         """Return the index of the longest earlier turn that a turn continues by exact ids; None
         at the start of a conversation or branch.
         """
-        prompt = self.turns[index].prompt
-
-        def count_ids(i: int) -> int:
-            return len(self.turns[i].prompt) + len(self.turns[i].sequence.tokens)
-
+        prompt, turns = self.turns[index].prompt, self.turns[:index]
         # the first match is the longest: comparing with all 300 turns of a session took seconds
-        for i in sorted(range(index), key=count_ids, reverse=True):
-            ids = [*self.turns[i].prompt, *self.turns[i].sequence.tokens]
-            if prompt[: len(ids)] == ids:
+        for i, turn in sorted(enumerate(turns), key=lambda pair: pair[1].num_ids, reverse=True):
+            if prompt[: turn.num_ids] == [*turn.prompt, *turn.sequence.tokens]:
                 return i
         return None
 

@@ -28,8 +28,9 @@ class TypedRoute(Route):
     """Route requests to a handler: its result becomes a JSON response, any error an error response,
     which has OpenAI's form unless the path begins with /api/.
 
-    A handler with a second parameter receives the body, as the class of the parameter. A handler
-    that is not a coroutine function runs in a thread, because it reads or writes files.
+    A handler receives what its parameters name: `request`, `owner`, `body` (a JSON body, as the
+    class of the parameter), and parameters of the path. A handler that is not a coroutine function
+    runs in a thread, because it reads or writes files.
 
     FastAPI describes the route, and does not run it: the handler limits the body's size before it
     parses the body, and checks some fields only when the request runs. FastAPI's own handling would
@@ -49,23 +50,26 @@ class TypedRoute(Route):
         body_type         class of a JSON body, or a media type, if the handler reads the body
         response_types    types of the JSON response and of an event of a stream
         """
-        _, *parameters = inspect.signature(handler, eval_str=True).parameters.values()
-        body_types = [parameter.annotation for parameter in parameters]
+        parameters = inspect.signature(handler, eval_str=True).parameters
+        json_type: Any = parameters["body"].annotation if "body" in parameters else None
         run = handler
         if not inspect.iscoroutinefunction(handler):
             run = functools.partial(asyncio.to_thread, handler)
 
         async def endpoint(request: Request) -> Response:
             try:
-                bodies = [read_body(kind, await read_fields(request)) for kind in body_types]
-                result = await run(request, *bodies)
+                owner = get_request_owner(request)
+                values: dict[str, Any] = {"request": request, "owner": owner, **request.path_params}
+                if json_type is not None:
+                    values["body"] = read_body(json_type, await read_fields(request))
+                result = await run(*(values[name] for name in parameters))
                 return result if isinstance(result, Response) else SafeJSONResponse(result)
             except Exception as error:  # boundary: every failure is a response, not a traceback
                 return make_error_response(report_error(error), not path.startswith("/api/"))
 
         endpoint.__name__, endpoint.__doc__ = handler.__name__, handler.__doc__
         super().__init__(path, endpoint, methods=[method])
-        self.body_type = body_types[0] if body_types else body_type
+        self.body_type = json_type or body_type
         self.method, self.response_types = method, response_types
 
     def to_api_route(self) -> APIRoute:
@@ -100,10 +104,15 @@ def _refer_types(types: Sequence[type]) -> dict[str, Any]:
     }
 
 
+def get_request_owner(request: Request) -> str:
+    """Return the owner of a request, as set by the surrounding application; "" without keys."""
+    return str(getattr(request.state, "owner", "") or "")
+
+
 def make_unsupported(feature: str) -> RouteHandler:
     """Return a handler that raises HttpError (400): `feature` is not supported."""
 
-    async def refuse(request: Request) -> Response:
+    async def refuse() -> Response:
         raise HttpError(400, f"not supported here: {feature}")
 
     return refuse
@@ -111,42 +120,13 @@ def make_unsupported(feature: str) -> RouteHandler:
 
 def make_description_routes(routes: Sequence[Any]) -> list[Route]:
     """Return the routes of /openapi.json, which describes the typed ones of `routes`, and of its
-    page /docs.
+    page /docs, which loads nothing, not even from this server.
     """
-    document = _describe_routes([route for route in routes if isinstance(route, TypedRoute)])
-    page = _make_page(document)
-
-    async def get_document(request: Request) -> Response:
-        return SafeJSONResponse(document)
-
-    async def get_page(request: Request) -> Response:
-        return HTMLResponse(page, headers={"content-security-policy": "default-src 'none'"})
-
-    return [Route("/openapi.json", get_document), Route("/docs", get_page)]
-
-
-def _make_page(document: dict[str, Any]) -> str:
-    """Return a page that lists the routes. It loads nothing, not even from this server."""
-    rows = [
-        f"<tr><td>{method.upper()}<td>{html.escape(path)}<td>{html.escape(text.partition('.')[0])}"
-        for path, operations in document["paths"].items()
-        for method, operation in operations.items()
-        for text in [operation.get("description", operation["summary"])]
-    ]
-    return (
-        f"<!doctype html><title>{_TITLE}</title><h1>{_TITLE}</h1><p>Every field with its bounds is "
-        'in <a href="openapi.json">openapi.json</a>. This page has no interactive view, because '
-        "its script would have to be loaded from another server: open openapi.json in any OpenAPI "
-        f"viewer.<table>{''.join(rows)}</table>"
-    )
-
-
-def _describe_routes(routes: Sequence[TypedRoute]) -> dict[str, Any]:
-    """Return the OpenAPI description of the routes."""
-    api_routes = [route.to_api_route() for route in routes]
+    typed_routes = [route for route in routes if isinstance(route, TypedRoute)]
+    api_routes = [route.to_api_route() for route in typed_routes]
     document = get_openapi(title=_TITLE, version="1", routes=api_routes)
     types: dict[str, Any] = {}
-    for route in routes:
+    for route in typed_routes:
         kinds = (route.body_type, *route.response_types)
         types |= {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
     _, definitions = TypeAdapter.json_schemas(
@@ -154,4 +134,20 @@ def _describe_routes(routes: Sequence[TypedRoute]) -> dict[str, Any]:
         ref_template=_SCHEMA_PREFIX + "{model}",
     )
     document.setdefault("components", {})["schemas"] = definitions["$defs"]
-    return document
+    rows = [
+        f"<tr><td>{method.upper()}<td>{html.escape(path)}<td>{html.escape(text.partition('.')[0])}"
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+        for text in [operation.get("description", operation["summary"])]
+    ]
+    page = (
+        f"<!doctype html><title>{_TITLE}</title><h1>{_TITLE}</h1><p>Every field with its bounds is "
+        'in <a href="openapi.json">openapi.json</a>. This page has no interactive view, because '
+        "its script would have to be loaded from another server: open openapi.json in any OpenAPI "
+        f"viewer.<table>{''.join(rows)}</table>"
+    )
+    headers = {"content-security-policy": "default-src 'none'"}
+    return [
+        Route("/openapi.json", SafeJSONResponse(document), methods=["GET"]),
+        Route("/docs", HTMLResponse(page, headers=headers), methods=["GET"]),
+    ]

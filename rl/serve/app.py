@@ -51,11 +51,11 @@ def make_app(engine: ServingEngine, routes: Sequence[BaseRoute], links: UrlSigne
     """Return an ASGI application with `routes`, /healthz, /metrics, /openapi.json and /docs."""
 
     async def health(request: Request) -> Response:
-        if engine.is_shutting_down:
-            return SafeJSONResponse({"status": "shutting_down"}, 503)
-        if not engine.is_alive:  # a supervisor has to restart the server
-            return SafeJSONResponse({"status": "failed"}, 503)
-        return SafeJSONResponse({"status": "ok"})
+        # if it failed, a supervisor has to restart the server
+        status = (
+            "shutting_down" if engine.is_shutting_down else "ok" if engine.is_alive else "failed"
+        )
+        return SafeJSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     async def metrics(request: Request) -> Response:
         return Response(engine.metrics.render(), media_type="text/plain; version=0.0.4")
@@ -107,9 +107,9 @@ class RequestGuard:
             self._check_request(scope, owner)
             scope.setdefault("state", {})["owner"] = owner
             limits = self.engine.settings.limits
+            limited = limit_body(receive, limits.body_bytes, limits.body_seconds)
             # `_handle_error` has answered and logged the error, and Starlette raises it again
             with contextlib.suppress(Exception):
-                limited = limit_body(receive, limits.body_bytes, limits.body_seconds)
                 await self.app(scope, limited, record_status)
         except HttpError as error:
             await make_error_response(error)(scope, receive, record_status)
@@ -127,7 +127,14 @@ class RequestGuard:
         if scope["path"].startswith(LINK_PREFIX):
             owners = (owner for _, owner in self._keys if self.links.is_valid(owner, scope["path"]))
             return next(owners, LOCAL_OWNER)
-        return self._find_key_owner(dict(scope["headers"]))
+        headers = dict(scope["headers"])
+        presented_key = headers.get(b"x-api-key", b"")
+        kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        if not presented_key and kind.lower() == b"bearer":
+            presented_key = bearer.strip()
+        # compares with every key, each in constant time
+        matches = [owner for key, owner in self._keys if hmac.compare_digest(key, presented_key)]
+        return matches[0] if matches else None
 
     def _check_request(self, scope: Scope, owner: str | None) -> None:
         """Raise HttpError: 401 without a valid key, 403 for a page of another site, 503 and 429
@@ -145,13 +152,9 @@ class RequestGuard:
             total, owner_count = self._open_by_owner.total() - 1, self._open_by_owner[owner] - 1
             if total >= limits.open_requests:
                 raise HttpError(503, "too many requests are open: try again", retry_after=1.0)
+            resource, has_others = "open requests (--open-requests)", len(self._keys) > 1
             check_share(
-                "open requests (--open-requests)",
-                limits.open_requests,
-                total,
-                owner_count,
-                len(self._keys) > 1,
-                retry_after=1.0,
+                resource, limits.open_requests, total, owner_count, has_others, retry_after=1.0
             )
         length = headers.get(b"content-length", b"0")
         # bytes.isdigit is about ASCII; int() refuses more than 4300 digits
@@ -169,31 +172,19 @@ class RequestGuard:
         """
         names = (name.lower() for name in self.engine.settings.allowed_hosts)
         allowed = {*LOOPBACK_HOSTS, *names}
-        for name, prefix in ((b"host", "//"), (b"origin", "")):
-            value = headers[name].decode("latin-1") if name in headers else None
-            try:
-                is_allowed = value is None or urlsplit(prefix + value).hostname in allowed
-            except ValueError:
-                is_allowed = False
-            if not is_allowed:
+        for name, prefix in (("host", "//"), ("origin", "")):
+            if (raw := headers.get(name.encode())) is None:
+                continue
+            value, hostname = raw.decode("latin-1"), None
+            with contextlib.suppress(ValueError):
+                hostname = urlsplit(prefix + value).hostname
+            if hostname not in allowed:
                 raise HttpError(
                     403,
                     f"browsers may use this server only as {', '.join(sorted(allowed))}, got "
-                    f"{name.decode()} {value!r:.100}: start it with --allowed-hosts and that name, "
-                    "or with keys",
+                    f"{name} {value!r:.100}: start it with --allowed-hosts and that name, or with "
+                    "keys",
                 )
-
-    def _find_key_owner(self, headers: dict[bytes, bytes]) -> str | None:
-        """Return the owner of the key in `headers`; None if no configured key matches.
-
-        Compares with every key, each in constant time.
-        """
-        presented_key = headers.get(b"x-api-key", b"")
-        kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-        if not presented_key and kind.lower() == b"bearer":
-            presented_key = bearer.strip()
-        matches = [owner for key, owner in self._keys if hmac.compare_digest(key, presented_key)]
-        return matches[0] if matches else None
 
     def _record_request(self, scope: Scope, status: int, seconds: float) -> None:
         """Add the request to the metrics and to the log."""
@@ -251,7 +242,7 @@ def redact_path(path: str) -> str:
 
 class JsonLineFormatter(logging.Formatter):
     """Format each log record as a line of JSON: time, level, event, the record's FIELDS, and the
-    last 12 frames of an exception.
+    type of an exception with its last 12 frames.
 
     Prompts and keys are never logged.
     """
@@ -278,7 +269,8 @@ class JsonLineFormatter(logging.Formatter):
             "event": record.getMessage(),
         }
         line |= {name: getattr(record, name) for name in self.FIELDS if hasattr(record, name)}
-        if record.exc_info and record.exc_info[2] is not None:
+        if record.exc_info and record.exc_info[0] is not None:
+            line["error"] = record.exc_info[0].__name__
             # without the exception's message, which may contain a user's tokens
             line["where"] = [
                 f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"
@@ -320,19 +312,14 @@ def make_chat_page_route() -> Route:
         kind: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         for kind, text in _INLINE.findall(html)
     }
-    policy = [
-        "default-src 'none'",
-        *(f"{kind}-src 'sha256-{digest}'" for kind, digest in digests.items()),
-        "connect-src 'self'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    ]
+    own_code = "".join(f"{kind}-src 'sha256-{digest}'; " for kind, digest in digests.items())
+    policy = (
+        "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+        "trusted-types 'none'"
+    )
     headers = {
-        "content-security-policy": "; ".join(policy),
+        "content-security-policy": own_code + policy,
         "cache-control": "no-cache",
         "referrer-policy": "no-referrer",
         "vary": "accept",

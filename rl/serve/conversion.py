@@ -55,12 +55,8 @@ def parse_message(message_type: Any, body: bytes) -> Any:
 def parse_datum(message: Any) -> Datum:
     """Return the Datum of a protobuf message. Raises ValueError for an invalid message."""
     inputs = {name: parse_tensor(name, item) for name, item in message.loss_fn_inputs.items()}
-    spans = [
-        list(map(_parse_span, raw_spans)) or None
-        for raw_spans in (message.model_input_spans, message.loss_fn_input_spans)
-    ]
-    if (spans[0] is None) != (spans[1] is None):
-        spans = [item or [] for item in spans]
+    raw_spans = message.model_input_spans, message.loss_fn_input_spans
+    spans = [list(map(_parse_span, raw)) for raw in raw_spans] if any(raw_spans) else ()
     return Datum(ModelInput(list(map(_parse_chunk, message.model_input))), inputs, *spans)
 
 
@@ -149,18 +145,13 @@ def _check_cells(cells: int, values: int) -> None:
         raise BadRequestError(f"{message}: send less at once, or send them dense")
 
 
-def _name_dtype(number: int) -> str:
-    """Return the name of a dtype of the protocol, such as bfloat16; an unknown number as text."""
-    known = tinker_pb2.DType.DESCRIPTOR.values_by_number
-    return known[number].name.removeprefix("DTYPE_").lower() if number in known else str(number)
-
-
 def parse_tensor(name: str, message: Any) -> TensorData:
     """Return the tensor of a protobuf message. Raises BadRequestError, which names `name`."""
     if message.dtype not in _NUMPY:
+        names = {number: text[6:].lower() for text, number in tinker_pb2.DType.items()}  # no DTYPE_
+        got = names.get(message.dtype, message.dtype)
         raise BadRequestError(
-            f"loss_fn_inputs[{name!r}] has dtype {_name_dtype(message.dtype)}, expected float32 or "
-            "int64"
+            f"loss_fn_inputs[{name!r}] has dtype {got}, expected float32 or int64"
         )
     dtype, shape = _NUMPY[message.dtype], list(message.shape)
     kind = "float32" if dtype.kind == "f" else "int64"
@@ -247,30 +238,24 @@ def samples_to_json(body: bytes) -> dict[str, Any]:
     message = parse_message(tinker_pb2.SampleResponse, body)
     sequences = [
         {
-            "tokens": np.frombuffer(item.tokens, "<i4").tolist(),
-            "logprobs": _read_floats(item.logprobs) if item.HasField("logprobs") else None,
+            "tokens": _read(item.tokens, "<i4"),
+            "logprobs": _read(item.logprobs) if item.HasField("logprobs") else None,
             "stop_reason": _STOP_REASONS[item.stop_reason],
         }
         for item in message.sequences
     ]
-    result: dict[str, Any] = {
+    logprobs = [None if math.isnan(value) else value for value in _read(message.prompt_logprobs)]
+    topk = message.topk_prompt_logprobs
+    pairs = zip(_read(topk.token_ids, "<i4"), _read(topk.logprobs), strict=True)
+    rows = [list(itertools.islice(pairs, topk.k)) for _ in range(topk.length)]
+    top = [[pair for pair in row if pair[1] != _NO_LOGPROB] or None for row in rows]
+    result = {
         "type": "sample",
         "sequences": sequences,
         "prompt_cache_hit_tokens": message.prompt_cache_hit_tokens,
-        "prompt_logprobs": None,
-        "topk_prompt_logprobs": None,
+        "prompt_logprobs": logprobs if message.HasField("prompt_logprobs") else None,
+        "topk_prompt_logprobs": top if message.HasField("topk_prompt_logprobs") else None,
     }
-    if message.HasField("prompt_logprobs"):
-        logprobs = _read_floats(message.prompt_logprobs)
-        result["prompt_logprobs"] = [None if math.isnan(value) else value for value in logprobs]
-    if message.HasField("topk_prompt_logprobs"):
-        topk, k = message.topk_prompt_logprobs, message.topk_prompt_logprobs.k
-        ids = np.frombuffer(topk.token_ids, "<i4").tolist()
-        pairs = list(zip(ids, _read_floats(topk.logprobs), strict=True))
-        rows = [pairs[i * k : (i + 1) * k] for i in range(topk.length)]
-        result["topk_prompt_logprobs"] = [
-            [pair for pair in row if pair[1] != _NO_LOGPROB] or None for row in rows
-        ]
     if message.HasField("target_prompt_logprobs"):
         tensor = message.target_prompt_logprobs
         array = np.frombuffer(tensor.dense, "<f4").reshape(tuple(tensor.shape))
@@ -286,8 +271,8 @@ def output_to_json(body: bytes) -> dict[str, Any]:
         first = len(rows)
         rows += [{} for _ in range(record.num_datums)]
         for name, tensors in record.fields.items():
-            offsets = np.frombuffer(tensors.offsets, "<i8").tolist()
-            for row, (begin, end) in zip(rows[first:], itertools.pairwise(offsets), strict=True):
+            bounds = itertools.pairwise(_read(tensors.offsets, "<i8"))
+            for row, (begin, end) in zip(rows[first:], bounds, strict=True):
                 array = np.frombuffer(tensors.data[begin:end], _NUMPY[tensors.dtype])
                 row[name] = _tensor_to_json(array.reshape(-1, *tensors.trailing_shape))
     return {
@@ -297,8 +282,8 @@ def output_to_json(body: bytes) -> dict[str, Any]:
     }
 
 
-def _read_floats(raw: bytes) -> list[float]:
-    return list(np.frombuffer(raw, "<f4").tolist())
+def _read(raw: bytes, dtype: str = "<f4") -> list[Any]:
+    return list(np.frombuffer(raw, dtype).tolist())
 
 
 def _tensor_to_json(array: np.ndarray) -> dict[str, Any]:

@@ -84,16 +84,11 @@ class ShutdownError(HttpError):
         super().__init__(503, "the server is shutting down: try again", retry_after=5.0)
 
 
-class MissingTokenizerError(HttpError):
-    """Signal that a route needs the tokenizer of a model that has none."""
-
-    def __init__(self, model: str | None):
-        name = "this model" if model is None else f"the model {model!r}"
-        super().__init__(
-            400,
-            f"{name} has no tokenizer on this server: send token ids to /inference/v1/generate",
-            "model",
-        )
+def make_tokenizer_error(model: str | None) -> HttpError:
+    """Return the error of a route that needs the tokenizer of a model that has none."""
+    name = "this model" if model is None else f"the model {model!r}"
+    text = f"{name} has no tokenizer on this server: send token ids to /inference/v1/generate"
+    return HttpError(400, text, "model")
 
 
 def _get_kind(status: int) -> str:
@@ -129,7 +124,7 @@ def report_error(error: BaseException) -> HttpError:
     """
     http_error = to_http_error(error, caller_errors=(ValueError,))
     if http_error.status >= 500 and http_error is not error:
-        _log.error("a request failed", extra={"error": type(error).__name__}, exc_info=error)
+        _log.error("a request failed", exc_info=error)
     return http_error
 
 

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 from rl.renderers import parse_partial_answer, prompt_opens_thoughts, trim_uncertain_end
 from rl.serve.agent_sessions import AgentSession, SampledTurn, SamplingBackend
-from rl.serve.http_errors import HttpError, MissingTokenizerError
+from rl.serve.http_errors import HttpError, make_tokenizer_error
 from rl.serve.openai_schemas import (
     AssistantMessage,
     ChatBody,
@@ -136,13 +136,19 @@ class SamplingReply:
         Sample j of prompt p is the choice with index p * n + j. `make_callback(index)`: returns
         what is called with the samples so far of a prompt, whose first choice has that index.
         """
-        pending = []
+        tasks = []
         for p, prompt in enumerate(self.prompts):
             options = dict(self.options)
             if make_callback is not None and self.shows_samples:
                 options["show"] = make_callback(p * self.n)
-            pending.append(self._sample(prompt, self.n, self.params, **options))
-        self.responses = await _gather_or_cancel(pending)
+            sampling = self._sample(prompt, self.n, self.params, **options)
+            tasks.append(asyncio.ensure_future(sampling))
+        try:
+            self.responses = await asyncio.gather(*tasks)
+        except BaseException:  # of any of them
+            for task in tasks:
+                task.cancel()
+            raise
         choices: list[Any] = []
         top = None
         for prompt, response in zip(self.prompts, self.responses, strict=True):
@@ -200,10 +206,10 @@ class SamplingReply:
 
     def _count_usage(self) -> TokenCounts:
         """Return the token counts of the response."""
-        prompt_tokens = sum(map(len, self.prompts))
-        sequences = [sequence for response in self.responses for sequence in response.sequences]
-        sampled_tokens = sum(len(sequence.tokens) for sequence in sequences)
-        completion_tokens = sampled_tokens if self.shows_samples else 0
+        prompt_tokens, completion_tokens = sum(map(len, self.prompts)), 0
+        if self.shows_samples:
+            sequences = chain.from_iterable(response.sequences for response in self.responses)
+            completion_tokens = sum(len(sequence.tokens) for sequence in sequences)
         cached_tokens = sum(response.prompt_cache_hit_tokens for response in self.responses)
         return {
             "prompt_tokens": prompt_tokens,
@@ -253,13 +259,16 @@ class ChatReply(SamplingReply):
         """Return the message of a sample, or the certain part of it unless `ended`."""
         return parse_partial_answer(self.reader, tokens, self._opens_thoughts, ended=ended)
 
-    def make_logprobs(
+    def make_token_fields(
         self, sequence: SampledSequence, top: TopLogprobs | None = None
-    ) -> ContentLogprobs:
-        """Return the logprobs of a choice."""
-        as_ids = self.body.tokens_as_ids
-        logprobs = make_content_logprobs(self.renderer.tokenizer, sequence, as_ids, top)
-        return {**logprobs, "refusal": None}
+    ) -> dict[str, Any]:
+        """Return the fields of a choice that have an entry for each token."""
+        body, tokenizer = self.body, self.renderer.tokenizer
+        fields: dict[str, Any] = {"logprobs": None}
+        if body.logprobs:
+            logprobs = make_content_logprobs(tokenizer, sequence, body.tokens_as_ids, top)
+            fields["logprobs"] = {**logprobs, "refusal": None}
+        return fields | ({"token_ids": list(sequence.tokens)} if body.return_token_ids else {})
 
     def make_choice(
         self, index: int, sequence: SampledSequence, top: TopLogprobs | None
@@ -279,19 +288,16 @@ class ChatReply(SamplingReply):
                 {"id": make_id("call"), "type": "function", "function": call["function"]}
                 for call in calls
             ]
-        is_cut = sequence.stop_reason == "length"
-        choice: ChatChoice = {
-            "index": index,
-            "message": reply,
-            "finish_reason": "length" if is_cut else "tool_calls" if calls else "stop",
-            "logprobs": self.make_logprobs(sequence, top) if self.body.logprobs else None,
-        }
-        if self.body.return_token_ids:
-            choice["token_ids"] = list(sequence.tokens)
         answer, is_complete = self.reader.parse_response(sequence.tokens)
         turn = SampledTurn(self.prompt, sequence, answer, is_complete, self.messages, self.tools)
         self.session.record_turn(turn, *to_messages([read_body(ChatMessage, reply)]))
-        return choice
+        is_cut = sequence.stop_reason == "length"
+        choice: Any = {
+            "index": index,
+            "message": reply,
+            "finish_reason": "length" if is_cut else "tool_calls" if calls else "stop",
+        }
+        return choice | self.make_token_fields(sequence, top)
 
     def make_response(self, choices: list[ChatChoice]) -> ChatResponse:
         versions = sorted({str(sequence.version) for sequence in self.responses[0].sequences})
@@ -324,7 +330,7 @@ class TextReply(SamplingReply):
             )
         self.tokenizer = await self.backend.tokenizer(body.model, self.session.owner)
         if self.tokenizer is None:
-            raise MissingTokenizerError(body.model)
+            raise make_tokenizer_error(body.model)
         self.n, self.params = body.n, body.make_params(body.max_tokens or 1)
         self.stops = get_request_stop_texts(self.params)
         # tokenizing a megabyte takes more than a second
@@ -408,11 +414,11 @@ class TextReply(SamplingReply):
     ) -> TextChoice:
         p = index // self.n
         prompt, response = self.prompts[p], self.responses[p]
+        if not self.shows_samples:  # the prompt is scored, the sampled token is dropped
+            sequence = SampledSequence([], [], "length")
+        text = self._decode_sample(sequence)
         if self.shows_samples:
-            text = self._decode_sample(sequence)
             self._record_text(prompt, sequence, text)
-        else:  # the prompt is scored, the sampled token is dropped
-            sequence, text = SampledSequence([], [], "length"), ""
         choice: TextChoice = {
             "index": index,
             "text": self._make_echo(index) + text,
@@ -489,19 +495,6 @@ def report_as_field_error(param: str, prefix: str = "") -> Iterator[None]:
             raise
         text = f"{param} contains text that the model's tokenizer cannot encode ({error})"
         raise HttpError(400, text[:300], param) from error
-
-
-async def _gather_or_cancel(
-    coroutines: Sequence[Coroutine[Any, Any, SampleResponse]],
-) -> list[SampleResponse]:
-    """Return the results of all coroutines. If any fails, cancel the others and raise its error."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise
 
 
 def get_request_stop_texts(

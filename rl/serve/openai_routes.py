@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from rl.serve.agent_sessions import AgentSession, AgentSessions, SamplingBackend
-from rl.serve.api_routes import RouteHandler, TypedRoute
+from rl.serve.api_routes import RouteHandler, TypedRoute, get_request_owner
 from rl.serve.http_errors import HttpError, SafeJSONResponse, report_error
 from rl.serve.openai_responses import (
     ChatReply,
@@ -93,42 +93,48 @@ class OpenAIRoutes:
             *(TypedRoute(path, handler, method) for method, path, handler in table),
         ]
 
-    def list_models(self, request: Request) -> Any:
+    def list_models(self, owner: str) -> Any:
         """List the models."""
-        models = self.backend.models(get_request_owner(request))
-        return {"object": "list", "data": list(map(_make_model_entry, models))}
+        entries = [
+            {
+                "id": model.name,
+                "object": "model",
+                "created": model.created,
+                "owned_by": "whetstone",
+                # tokens of prompt and response together, of which the model never reads the last:
+                # clients check it before they send
+                "max_model_len": None if model.max_context is None else model.max_context + 1,
+            }
+            for model in self.backend.models(owner)
+        ]
+        return {"object": "list", "data": entries}
 
-    def get_model(self, request: Request) -> Any:
+    def get_model(self, owner: str, model: str) -> Any:
         """Return a model."""
-        name = request.path_params["model"]
-        for model in self.backend.models(get_request_owner(request)):
-            if model.name == name:
-                return _make_model_entry(model)
-        raise HttpError(404, f"unknown model {name!r:.200}", "model", code="model_not_found")
+        for entry in self.list_models(owner)["data"]:
+            if entry["id"] == model:
+                return entry
+        raise HttpError(404, f"unknown model {model!r:.200}", "model", code="model_not_found")
 
-    async def list_sessions(self, request: Request) -> Any:
+    async def list_sessions(self, owner: str) -> Any:
         """List the names of sessions."""
-        return {"sessions": self.sessions.list_names(get_request_owner(request))}
+        return {"sessions": self.sessions.list_names(owner)}
 
-    async def get_session(self, request: Request) -> Any:
+    async def get_session(self, owner: str, session: str) -> Any:
         """Return the turns of a session."""
-        return self._find_session(request).to_json()
+        return self.sessions.find(owner, session).to_json()
 
-    async def delete_session(self, request: Request) -> Any:
+    async def delete_session(self, owner: str, session: str) -> Any:
         """Delete a session."""
-        self.sessions.delete(get_request_owner(request), request.path_params["session"])
+        self.sessions.delete(owner, session)
         return {"deleted": True}
 
-    async def post_reward(self, request: Request, body: RewardBody) -> Any:
+    async def post_reward(self, owner: str, session: str, body: RewardBody) -> Any:
         """Score a session."""
-        session = self._find_session(request)
-        session.reward = body.reward
-        session.metrics |= {name[:_MAX_NAME_LENGTH]: body.metrics[name] for name in body.metrics}
-        return {"reward": session.reward, "turns": len(session.turns)}
-
-    def _find_session(self, request: Request) -> AgentSession:
-        """Return the session of the request's path. Raises HttpError (404) if there is none."""
-        return self.sessions.find(get_request_owner(request), request.path_params["session"])
+        scored = self.sessions.find(owner, session)
+        scored.reward = body.reward
+        scored.metrics |= {name[:_MAX_NAME_LENGTH]: body.metrics[name] for name in body.metrics}
+        return {"reward": scored.reward, "turns": len(scored.turns)}
 
     # ------------------------------------------------------------------------------------- sampling
 
@@ -188,39 +194,17 @@ class OpenAIRoutes:
         return work.result()[1]
 
 
-def _make_model_entry(model: Any) -> dict[str, Any]:
-    """Return an entry of /v1/models.
-
-    `max_model_len`: tokens of prompt and response together; clients check it before they send.
-    """
-    # the model never reads the last token
-    longest = None if model.max_context is None else model.max_context + 1
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "whetstone",
-        "max_model_len": longest,
-    }
-
-
-def get_request_owner(request: Request) -> str:
-    """Return the owner of a request, as set by the surrounding application; "" without keys."""
-    return str(getattr(request.state, "owner", "") or "")
-
-
 class LiveSamples:
     """Pass samples from the sampling thread to the event loop of a stream.
 
-    The event loop waits for `updated`, and passes the result of `take_new()` to `writer` once it is
-    set.
+    The event loop waits for `updated`, and passes `new` to `writer` once it is set.
     """
 
     def __init__(self) -> None:
         self.updated = asyncio.Event()
         self.writer: EventWriter | None = None
+        self.new: dict[int, SampledSequence] = {}
         self._loop = asyncio.get_running_loop()
-        self._new_samples: dict[int, SampledSequence] = {}
 
     def make_callback(self, first: int) -> ProgressCallback:
         """Return a callback that any thread may call with the samples so far.
@@ -228,22 +212,22 @@ class LiveSamples:
         `first`: index of the choice of sample 0.
         """
 
+        def add(samples: PartialSamples) -> None:
+            self.new |= {first + i: sequence for i, sequence in samples.items()}
+            self.updated.set()
+
         def deliver(samples: PartialSamples) -> None:
-            self._loop.call_soon_threadsafe(
-                self._add, {first + i: sequence for i, sequence in samples.items()}
-            )
+            self._loop.call_soon_threadsafe(add, samples)
 
         return deliver
 
-    def _add(self, samples: PartialSamples) -> None:
-        self._new_samples |= samples
-        self.updated.set()
-
-    def take_new(self) -> PartialSamples:
-        """Return the samples since the last call, and clear `updated`."""
+    def write_new(self) -> Iterator[Event]:
+        """Yield the events of the new samples, and clear `updated`."""
         self.updated.clear()
-        samples, self._new_samples = self._new_samples, {}
-        return samples
+        samples, self.new = self.new, {}
+        for index, sequence in sorted(samples.items()):
+            assert self.writer is not None  # there are no samples before it is set
+            yield from self.writer.write_sample(index, sequence)
 
 
 class EventWriter:
@@ -256,11 +240,6 @@ class EventWriter:
 
     def __init__(self, reply: Any):
         self.reply, self.body = reply, reply.body
-
-    def write_partial(self, samples: PartialSamples) -> Iterator[Event]:
-        """Yield the events of the samples so far."""
-        for index, sequence in sorted(samples.items()):
-            yield from self.write_sample(index, sequence)
 
     def write_rest(self, response: Any) -> Iterator[Event]:
         """Yield the remaining events of the full response."""
@@ -299,33 +278,46 @@ class ChatEventWriter(EventWriter):
         self.sent_tokens: Counter[int] = Counter()  # number of sent tokens, by choice
 
     def write_sample(self, index: int, sequence: SampledSequence) -> Iterator[Event]:
-        yield from self._start_choice(index)
-        deltas = self._make_deltas(index, self.reply.parse(sequence.tokens, ended=False))
-        fields = {} if self.body.top_logprobs else self._make_token_fields(index, sequence)
-        if deltas or fields:
-            yield from self._make_delta_events(index, deltas, fields)
+        begin, fields = self.sent_tokens[index], dict[str, Any]()
+        if len(sequence.tokens) > begin and not self.body.top_logprobs:
+            assert sequence.logprobs is not None
+            new = SampledSequence(sequence.tokens[begin:], sequence.logprobs[begin:])
+            fields = self.reply.make_token_fields(new)
+            self.sent_tokens[index] = len(sequence.tokens)
+        message = self.reply.parse(sequence.tokens, ended=False)
+        yield from self._write_deltas(index, message, fields)
 
     def write_choice(self, choice: ChatChoice) -> Iterator[Event]:
         index = choice["index"]
-        yield from self._start_choice(index)
-        deltas = self._make_deltas(index, choice["message"])
         begin, fields = self.sent_tokens[index], dict[str, Any]()
         if "token_ids" in choice:
             fields["token_ids"] = choice["token_ids"][begin:]
         if choice["logprobs"] is not None:
             content = choice["logprobs"]["content"][begin:]
             fields["logprobs"] = {**choice["logprobs"], "content": content}
-        yield from self._make_delta_events(index, deltas, fields)
+        yield from self._write_deltas(index, choice["message"], fields, ended=True)
         yield self._make_delta_event(index, {}, finish_reason=choice["finish_reason"])
 
-    def _start_choice(self, index: int) -> Iterator[Event]:
-        """Yield the first event of a choice, unless it was sent. The very first has the prompt."""
+    def _write_deltas(
+        self, index: int, message: Mapping[str, Any], fields: Mapping[str, Any], ended: bool = False
+    ) -> Iterator[Event]:
+        """Yield an event for each delta of a message, or one without text for `fields` alone.
+
+        The first of these events has the fields too. Before the first event of a choice comes its
+        role, and the very first has the prompt.
+        """
         if index not in self.sent_texts:
             event = self._make_delta_event(index, {"role": "assistant", "content": ""})
             if self.body.return_token_ids and not self.sent_texts:
                 event["prompt_token_ids"] = list(self.reply.prompt)
             self.sent_texts[index] = {}
             yield event
+        deltas = self._make_deltas(index, message)
+        if not deltas and (ended or any(fields.values())):
+            deltas = [{"content": ""}]
+        for delta in deltas:
+            yield self._make_delta_event(index, delta, **fields)
+            fields = {}
 
     def _make_deltas(self, index: int, message: Mapping[str, Any]) -> list[AssistantMessage]:
         """Return the deltas of the message since the last call.
@@ -356,27 +348,6 @@ class ChatEventWriter(EventWriter):
                 deltas.append({"tool_calls": [{"index": i, "function": rest}]})
                 sent_arguments[i] = arguments
         return deltas
-
-    def _make_token_fields(self, index: int, sequence: SampledSequence) -> dict[str, Any]:
-        """Return the requested logprobs and ids of the tokens since the last call."""
-        begin, self.sent_tokens[index] = self.sent_tokens[index], len(sequence.tokens)
-        if begin == len(sequence.tokens):
-            return {}
-        assert sequence.logprobs is not None
-        new = SampledSequence(sequence.tokens[begin:], sequence.logprobs[begin:])
-        fields: dict[str, Any] = {"token_ids": new.tokens} if self.body.return_token_ids else {}
-        if self.body.logprobs:
-            fields["logprobs"] = self.reply.make_logprobs(new)
-        return fields
-
-    def _make_delta_events(
-        self, index: int, deltas: Sequence[AssistantMessage], fields: Mapping[str, Any]
-    ) -> Iterator[Event]:
-        """Yield an event for each delta, or one without text. The first has the fields too."""
-        first, *others = deltas or [{"content": ""}]
-        yield self._make_delta_event(index, first, **fields)
-        for delta in others:
-            yield self._make_delta_event(index, delta)
 
     def _make_delta_event(self, index: int, delta: AssistantMessage, **more: Any) -> Event:
         """Return an event with a delta of a choice; `more` overrides fields of the choice."""
@@ -430,27 +401,23 @@ async def _stream_response(
         work.result()  # raises the error of a refused request
 
     async def events() -> AsyncIterator[bytes]:
-        is_sent = False
         try:
-            while not work.done():
-                if not await _wait_for_progress(live, KEEP_ALIVE_SECONDS):
-                    yield b": keep-alive\n\n"
-                if live.writer is not None:
-                    for event in live.writer.write_partial(live.take_new()):
+            try:
+                while not work.done():
+                    if not await _wait_for_progress(live, KEEP_ALIVE_SECONDS):
+                        yield b": keep-alive\n\n"
+                    for event in live.write_new():
                         yield _format_event(event)
-            reply, response = work.result()
-            # for a retry, `live` of the first request has the writer
-            for event in (live.writer or make_writer(reply)).write_rest(response):
-                yield _format_event(event)
+                reply, response = work.result()
+                # for a retry, `live` of the first request has the writer
+                for event in (live.writer or make_writer(reply)).write_rest(response):
+                    yield _format_event(event)
+            except Exception as error:  # boundary: the response has begun: its failure is an event
+                yield _format_event(report_error(error).to_openai_json())
             yield _END_OF_STREAM
-            is_sent = True
-        except Exception as error:  # boundary: the response has begun, so its failure is an event
-            yield _format_event(report_error(error).to_openai_json())
-            yield _END_OF_STREAM
-            is_sent = True
-        finally:
-            if not is_sent:
-                handle_disconnect()
+        except BaseException:  # the client disconnected
+            handle_disconnect()
+            raise
 
     return StreamingResponse(
         events(),

@@ -27,8 +27,9 @@ from typing_extensions import TypedDict
 from rl.config import nearest_name
 from rl.renderers import format_broken_call
 from rl.serve.http_errors import HttpError
-from rl.serve.schemas import JsonBody, make_parameter, make_refusal, shorten
+from rl.serve.schemas import JsonBody, make_parameter, make_refusal
 from rl.types import Message, SamplingParams
+from rl.types.number_checks import shorten
 
 MAX_TOKENS = 2**31 - 1
 MAX_MESSAGES = 100_000
@@ -123,7 +124,7 @@ class OpenAIBody(JsonBody):
                 "in the messages, and check the response"
             )
             text = (
-                f"{place}={shorten(value)} is not supported here"
+                f"{place}={shorten(value, 80)} is not supported here"
                 f"{reason if _CONSTRAINTS.fullmatch(name) else ''}: omit it (or pass {allowed})"
             )
             return HttpError(400, text, place)
@@ -345,7 +346,7 @@ class CompletionBody(TextBody):
             )
         if self.best_of is not None and self.best_of != self.n:
             text = f"best_of must be n ({self.n}): the response has every sample"
-            raise HttpError(400, f"{text}, got {shorten(self.best_of)}", "best_of")
+            raise HttpError(400, f"{text}, got {shorten(self.best_of, 80)}", "best_of")
         return self
 
 
@@ -507,15 +508,12 @@ def to_messages(chat: Sequence[ChatMessage]) -> list[Message]:
             thoughts = item.reasoning_content or item.reasoning
             message |= {"reasoning_content": str(thoughts)} if thoughts else {}
             names |= {str(call.id): call.function["name"] for call in item.tool_calls}
-            calls: list[dict[str, Any]] = []
-            broken: list[dict[str, Any]] = []
-            for call in item.tool_calls:
-                is_broken = isinstance(call.function["arguments"], str)
-                (broken if is_broken else calls).append(call.function)
+            functions = [call.function for call in item.tool_calls]
             # malformed calls stay in the content, as the model wrote them
+            broken = [call for call in functions if isinstance(call["arguments"], str)]
             texts = [item.content] if item.content or not broken else []
             message["content"] = "\n".join([*texts, *map(format_broken_call, broken)])
-            if calls:
+            if calls := [call for call in functions if call not in broken]:
                 message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
         elif item.role == "tool" and (name := item.name or names.get(str(item.tool_call_id))):
             message["name"] = str(name)

@@ -12,19 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from starlette.responses import Response
 
 from rl.serve import conversion
 from rl.serve.http_errors import (
-    ErrorCategory,
     HttpError,
     SafeJSONResponse,
     ShutdownError,
@@ -34,62 +32,52 @@ from rl.serve.scheduler import TenantCounter, check_share
 from rl.types import ForwardBackwardOutput, SampleResponse
 
 PROTOBUF_TYPE = "application/x-protobuf"
-ResultKind = Literal["outputs", "samples", "json", "error", "interrupted"]
-# of the results that are stored in protobuf
-_JSON_CONVERTERS = {"outputs": conversion.output_to_json, "samples": conversion.samples_to_json}
 
 
 @dataclass(frozen=True)
 class EncodedResult:
-    """Hold an encoded result. `kind` is the type of `body`."""
+    """Hold an encoded result: JSON, or protobuf with its converter to JSON. The body is empty if
+    the server shut down before it ran the request.
+    """
 
-    kind: ResultKind
     body: bytes
+    to_json: Callable[[bytes], dict[str, Any]] | None = None
 
     def to_response(self, protobuf: bool) -> Response:
         """Return the HTTP response, in protobuf or in JSON.
 
         Raises HttpError (503) if the server shut down before it ran the request.
         """
-        if self.kind == "interrupted":
+        if not self.body:
             raise ShutdownError()
-        to_json = _JSON_CONVERTERS.get(self.kind)
-        if to_json is None:
+        if self.to_json is None:
             return Response(self.body, media_type="application/json")
         if protobuf:
             return Response(self.body, media_type=PROTOBUF_TYPE)
-        return SafeJSONResponse(to_json(self.body))
+        return SafeJSONResponse(self.to_json(self.body))
 
 
 def encode_future(future: Future, verb: str) -> EncodedResult:
-    """Encode the result of a finished future. An error is kept as its message and category."""
-    if future.cancelled():
-        return _encode_error("the request was cancelled", "user")
-    error = future.exception()
-    if error is None:
+    """Encode the result of a finished future. An error is kept as its category and its message, of
+    at most 10,000 characters.
+    """
+    error: BaseException | None = HttpError(400, "the request was cancelled")
+    if not future.cancelled() and (error := future.exception()) is None:
+        result = future.result()
         try:
-            return _encode_result(future.result())
+            if isinstance(result, ForwardBackwardOutput):
+                return EncodedResult(conversion.encode_output(result), conversion.output_to_json)
+            if isinstance(result, SampleResponse):
+                return EncodedResult(conversion.encode_samples(result), conversion.samples_to_json)
+            return EncodedResult(SafeJSONResponse.render(result))
         except Exception as caught:  # boundary: a failed encoding is a result too
             error = caught
+    assert error is not None
     if isinstance(error, ShutdownError):
-        return EncodedResult("interrupted", b"")
+        return EncodedResult(b"")
     http_error = to_http_error(error, verb)
-    return _encode_error(http_error.message, http_error.category)
-
-
-def _encode_result(result: Any) -> EncodedResult:
-    """Encode a result. Raises ValueError or TypeError if it cannot be encoded."""
-    if isinstance(result, ForwardBackwardOutput):
-        return EncodedResult("outputs", conversion.encode_output(result))
-    if isinstance(result, SampleResponse):
-        return EncodedResult("samples", conversion.encode_samples(result))
-    return EncodedResult("json", SafeJSONResponse.render(result))
-
-
-def _encode_error(message: str, category: ErrorCategory) -> EncodedResult:
-    """Encode an error. The message is cut to 10,000 characters."""
-    fields = {"error": message[:10_000], "category": category}
-    return EncodedResult("error", json.dumps(fields).encode("ascii"))
+    fields = {"error": http_error.message[:10_000], "category": http_error.category}
+    return EncodedResult(SafeJSONResponse.render(fields))
 
 
 @dataclass

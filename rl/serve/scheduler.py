@@ -54,18 +54,17 @@ def check_share(
     tenant_used    amount that the tenant holds
     has_others     whether other tenants exist
     """
-    if total_used + amount > limit:
-        text = (
-            f"this server holds {total_used} {resource}, and its limit is {limit}: try again later"
-        )
-        raise HttpError(429, text, retry_after=retry_after)
     share = max(1, (limit - (total_used - tenant_used)) // 2)
-    if has_others and tenant_used + amount > share:
+    if total_used + amount > limit:
+        text = f"this server holds {total_used} {resource}, and its limit is {limit}"
+    elif has_others and tenant_used + amount > share:
         text = (
             f"you hold {tenant_used} {resource}; your share is {share} of {limit} while other "
-            "tenants exist: try again later"
+            "tenants exist"
         )
-        raise HttpError(429, text, retry_after=retry_after)
+    else:
+        return
+    raise HttpError(429, f"{text}: try again later", retry_after=retry_after)
 
 
 def choose_evictions(

@@ -33,6 +33,7 @@ from rl.types import (
     ImageChunk,
     SamplingParams,
 )
+from rl.types.number_checks import shorten
 
 MAX_JSON_BYTES = 32 * 2**20
 MAX_METADATA = 2**16  # characters of user metadata, which are kept as long as the server runs
@@ -136,7 +137,7 @@ class JsonBody(BaseModel):
         if is_absent and not path:
             hint = f": {expected}" if expected else ""
             return HttpError(400, f"the body lacks {place!r}{hint}", place)
-        got = shorten(value)
+        got = shorten(value, 80)
         if not expected and kind in _TYPE_ERRORS:
             expected, got = f"of type {_TYPE_ERRORS[kind]}", type(value).__name__
         bounds = error.get("ctx", {})
@@ -452,12 +453,6 @@ def make_refusal(text: str, at: str = "") -> PydanticCustomError:
     within the field.
     """
     return PydanticCustomError("refusal", "{text}", {"text": text, "at": at})
-
-
-def shorten(value: Any) -> str:
-    """Return the repr of a value, cut at 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def decompress(body: bytes, encoding: str, limit: int) -> bytes:

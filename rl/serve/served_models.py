@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import shutil
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,7 +21,7 @@ from rl.client import SamplingClient, TrainingClient, drop_gradients, forward_ba
 from rl.distributed import checkpoint_folder
 from rl.errors import BadRequestError, UserError
 from rl.renderers import Renderer, get_renderer
-from rl.serve.http_errors import HttpError, MissingTokenizerError, ShutdownError
+from rl.serve.http_errors import HttpError, ShutdownError, make_tokenizer_error
 from rl.serve.request_store import PendingRequest, RequestStore
 from rl.serve.scheduler import EngineJob, SamplingJob, VerbSteps
 from rl.serve.schemas import (
@@ -32,8 +31,8 @@ from rl.serve.schemas import (
     SaveWeightsExternalBody,
     SaveWeightsForSamplerBody,
 )
-from rl.serve.serve_settings import LOCAL_OWNER, ServedBaseModel
-from rl.serve.serving_engine import ServingEngine, check_base_model, log_write_failure
+from rl.serve.serve_settings import LOCAL_OWNER
+from rl.serve.serving_engine import ServingEngine, check_base_model, log
 from rl.serve.session_store import (
     LIVE_FOLDER,
     ModelRecord,
@@ -74,11 +73,17 @@ class ModelManager:
         self.engine = engine
         self.session_store = session_store
         bases, renderer = engine.settings.bases, engine.settings.renderer
-        self._max_contexts = {base.name: check_base_model(base, renderer) for base in bases}
-        self._base_clients: dict[str, SamplingClient] = {}
-        self._loading_lock = threading.Lock()
+        created = int(time.time())
+        # the base models, as checked at the start: weights that cannot be loaded do not affect the
+        # others
+        self.bases = {
+            base.name: ServedModel(base.name, check_base_model(base, renderer), created)
+            for base in bases
+        }
+        self.base_samplers = {
+            base.name: SamplerRecord(base.name, LOCAL_OWNER, "", base) for base in bases
+        }
         self._renderers: WeakKeyDictionary[SamplingClient, Renderer] = WeakKeyDictionary()
-        self._created = int(time.time())
         self._snapshots: OrderedDict[Path, SamplingClient] = OrderedDict()
         models, set_gauge = session_store.list_models, engine.metrics.set_gauge
         set_gauge("models", lambda: sum(m.client is not None for m in models()), state="in_memory")
@@ -174,14 +179,14 @@ class ModelManager:
         if session.finished is not None:
             return
         session.finished = reason
+        session_id = session.session_id
         error = HttpError(410, f"the session of this request has ended ({reason})")
         # in the lanes of the models, so that no queued request reads a freed model back
-        lanes: dict[str, ModelRecord | None] = {f"{session.session_id}:end": None}
-        for model in self.session_store.list_models(session_id=session.session_id):
+        lanes = {f"{session_id}:end": functools.partial(self._free_samplers, session_id)}
+        for model in self.session_store.list_models(session_id=session_id):
             self._fail_waiting(model, error)
-            lanes[model.model_id] = model
-        for lane, item in lanes.items():
-            work = functools.partial(self._free_session, session.session_id, item)
+            lanes[model.model_id] = functools.partial(self._free_ended_model, model)
+        for lane, work in lanes.items():
             self.engine.submit(EngineJob(session.tenant, lane, "end_session", work))
         self.session_store.save_session(session)  # last: on a full disk the memory is freed too
 
@@ -254,14 +259,10 @@ class ModelManager:
         while idle and excess > 0:
             (model,) = choose_oldest(idle, 1)
             idle.remove(model)
-            try:
-                self.write_model(model)
-            except Exception as error:  # boundary: the request that needs memory is another's
-                log_write_failure(model.model_id, error)
-                continue
-            self.free_model(model)
-            excess -= 1
-            self.engine.metrics.increment("written_out_total", which="written_out")
+            if self._try_write(model) is None:
+                self.free_model(model)
+                excess -= 1
+                self.engine.metrics.increment("written_out_total", which="written_out")
 
     def write_model(self, model: ModelRecord) -> None:
         """Write the model into `live/`, unless its current state and number are already there.
@@ -282,6 +283,21 @@ class ModelManager:
         ).result()
         model.is_written_out, model.written_seq = True, model.last_started_seq
 
+    def _try_write(self, model: ModelRecord, end_reason: str | None = None) -> str | None:
+        """Write the model into `live/`. An error is logged, and its type returned.
+
+        `end_reason`: the reason to drop the model's gradient before.
+        """
+        try:
+            if end_reason is not None:
+                self._drop_gradient(model, end_reason)
+            self.write_model(model)
+        except Exception as error:  # boundary: for example a full disk; other models are written
+            fields = {"model": model.model_id}
+            log.error("a model could not be written", extra=fields, exc_info=error)
+            return type(error).__name__
+        return None
+
     def commit_change(self, model: ModelRecord, verb: str, uses_gradient: bool = False) -> None:
         """Write a change of the model to disk before its result is sent. Only with --durable.
 
@@ -292,31 +308,27 @@ class ModelManager:
         """
         if not self.engine.settings.durable:
             return
-        try:
-            self.write_model(model)
-        except Exception as error:
-            log_write_failure(model.model_id, error)
-            saved = self.session_store.read_live_metadata(model)
-            if saved is not None and saved["next_seq"] == model.last_started_seq + 1:
-                model.is_written_out = True  # the new folder is complete: a later step failed
-                return
-            if saved is None:
-                raise HttpError(
-                    507,
-                    f"{verb} was done, but the model could not be written ({type(error).__name__})",
-                ) from error
-            self.free_model(model)
-            model.is_written_out, model.last_update = True, saved["last"]
-            if uses_gradient:
-                model.gradient_error = (
-                    f"{verb} was undone, and its gradient is lost: repeat the forward_backward of "
-                    "that step"
-                )
-            text = (
-                f"the server could not write the model ({type(error).__name__}: its disk may be "
-                f"full), so {verb} was undone"
+        if (failure := self._try_write(model)) is None:
+            return
+        saved = self.session_store.read_live_metadata(model)
+        if saved is not None and saved["next_seq"] == model.last_started_seq + 1:
+            model.is_written_out = True  # the new folder is complete: a later step failed
+            return
+        if saved is None:
+            text = f"{verb} was done, but the model could not be written ({failure})"
+            raise HttpError(507, text)
+        self.free_model(model)
+        model.is_written_out, model.last_update = True, saved["last"]
+        if uses_gradient:
+            model.gradient_error = (
+                f"{verb} was undone, and its gradient is lost: repeat the forward_backward of that "
+                "step"
             )
-            raise HttpError(507, f"{text}: the weights and the optimizer are as before") from error
+        raise HttpError(
+            507,
+            f"the server could not write the model ({failure}: its disk may be full), so {verb} "
+            "was undone: the weights and the optimizer are as before",
+        )
 
     @staticmethod
     def free_model(model: ModelRecord) -> None:
@@ -325,20 +337,18 @@ class ModelManager:
             model.client.release()
             model.client = None
 
-    def _free_session(self, session_id: str, model: ModelRecord | None) -> VerbSteps:
-        """Remove the samplers of a session, and free `model`: drop its gradient, and write it to
-        disk.
-        """
+    def _free_samplers(self, session_id: str) -> VerbSteps:
+        """Remove the samplers of a session that has ended."""
         yield
         for sampler in self.session_store.list_samplers(session_id):
             sampler.client = None
             self.session_store.samplers.pop(sampler.sampler_id, None)
-        if model is not None and model.client is not None:
-            self._drop_gradient(model, "its session ended")
-            try:
-                self.write_model(model)
-            finally:
-                self.free_model(model)
+
+    def _free_ended_model(self, model: ModelRecord) -> VerbSteps:
+        """Drop the gradient of a model whose session has ended, write the model, and free it."""
+        yield
+        self._try_write(model, "its session ended")
+        self.free_model(model)
 
     def _drop_gradient(self, model: ModelRecord, reason: str) -> None:
         """Drop the gradient of a step that was not finished. The step's update will fail."""
@@ -353,12 +363,7 @@ class ModelManager:
     def write_all_models(self) -> None:
         """Write all models before the server ends, after the engine's thread has ended."""
         for model in self.session_store.list_models():
-            if model.client is not None:
-                try:
-                    self._drop_gradient(model, "the server ended")
-                    self.write_model(model)
-                except Exception as error:  # boundary: the other models are still written
-                    log_write_failure(model.model_id, error)
+            self._try_write(model, "the server ended")
 
     # ---------------------------------------------------------------------------------------- verbs
 
@@ -386,14 +391,8 @@ class ModelManager:
                     model.batch_error or f"a forward_backward before it failed: {str(error)[:500]}"
                 )
             raise
-        self.engine.metrics.increment(
-            "trained_tokens_total",
-            sum(
-                len(tensor.array)
-                for row in output.loss_fn_outputs
-                for tensor in list(row.values())[:1]
-            ),
-        )
+        tokens = sum(len(next(iter(row.values())).array) for row in output.loss_fn_outputs if row)
+        self.engine.metrics.increment("trained_tokens_total", tokens)
         return output
 
     def optim_step(self, model: ModelRecord, body: OptimStepBody) -> VerbSteps:
@@ -404,16 +403,13 @@ class ModelManager:
         if body.adam_params is None:
             raise BadRequestError("the body lacks 'adam_params'")
         params = AdamParams(**body.adam_params.model_dump(exclude_unset=True))
-        failed, model.batch_error = model.batch_error, None
+        batch_error, model.batch_error = model.batch_error, None
         client = self.load_client(model)
-        if failed is not None:
+        if batch_error is not None:
             drop_gradients(client)
             model.has_gradient = False
+        if failed := batch_error or model.gradient_error:
             raise UserError(f"optim_step was not run, the weights are unchanged: {failed}")
-        if model.gradient_error is not None:
-            raise UserError(
-                f"optim_step was not run, the weights are unchanged: {model.gradient_error}"
-            )
         model.has_gradient, model.is_written_out = False, False
         result = {"metrics": client.optim_step(params).result().metrics, "type": "optim_step"}
         model.last_update = {"seq": model.last_started_seq, "result": result}
@@ -422,9 +418,7 @@ class ModelManager:
 
     def save_weights(self, model: ModelRecord, body: SaveWeightsBody) -> VerbSteps:
         """Queue saving weights and optimizer state."""
-        return self._save(
-            model, body, TrainingClient.save_state, "weights", overwrite=body.overwrite
-        )
+        return self._save(model, body, "weights", overwrite=body.overwrite)
 
     def save_weights_external(self, model: ModelRecord, body: SaveWeightsExternalBody) -> VerbSteps:
         """Queue saving the merged weights as a Hugging Face folder."""
@@ -432,8 +426,7 @@ class ModelManager:
             raise BadRequestError(
                 "encryption of weights is not supported here: omit age_encryption_recipients"
             )
-        save, merged = TrainingClient.save_weights_for_sampler, model.lora_rank is not None
-        return self._save(model, body, save, "external_weights", merged=merged)
+        return self._save(model, body, "external_weights", merged=model.lora_rank is not None)
 
     def save_weights_for_sampler(
         self, model: ModelRecord, body: SaveWeightsForSamplerBody
@@ -449,8 +442,7 @@ class ModelManager:
                 "after each update"
             )
         if body.path is not None:
-            save = TrainingClient.save_weights_for_sampler
-            result = yield from self._save(model, body, save, SAMPLER_KIND)
+            result = yield from self._save(model, body, SAMPLER_KIND)
             folder = model.folder / SAMPLER_KIND / body.path
             self._snapshots[folder] = self._take_snapshot(model)
             while len(self._snapshots) > _MAX_SNAPSHOTS:
@@ -475,25 +467,21 @@ class ModelManager:
         return self.load_client(model).save_weights_and_get_sampling_client().result()
 
     def _save(
-        self,
-        model: ModelRecord,
-        body: SaveWeightsBody,
-        save: Callable[..., Any],
-        kind: str,
-        **options: Any,
+        self, model: ModelRecord, body: SaveWeightsBody, kind: str, **options: Any
     ) -> VerbSteps:
-        """Save the weights with a method of TrainingClient, by default as `step-<seq>`.
+        """Save the weights, by default as `step-<seq>`.
 
         kind       folder of the model for checkpoints of this kind
-        options    further arguments of `save`
+        options    further arguments of the TrainingClient's method
 
         Raises BadRequestError for an invalid name.
         """
         name = f"step-{body.seq_id:06d}" if body.path is None else body.path
         yield
         folder, metadata = model.folder / kind, {**model.user_metadata, **body.user_metadata}
-        options |= {"user_metadata": metadata, "folder": folder}
-        save(self.load_client(model), name, body.ttl_seconds, **options).result()
+        client = self.load_client(model)
+        save = client.save_state if kind == "weights" else client.save_weights_for_sampler
+        save(name, body.ttl_seconds, user_metadata=metadata, folder=folder, **options).result()
         for sampler in self.session_store.list_samplers():
             if sampler.path == folder / name:  # of an earlier checkpoint of this name
                 sampler.path, sampler.is_in_memory = None, True
@@ -521,7 +509,7 @@ class ModelManager:
     # ------------------------------------------------------------------------------------- samplers
 
     def sampling_client(self, sampler: SamplerRecord) -> SamplingClient:
-        """Return the client of a sampling session, and create it from its weights if needed.
+        """Return the client of a sampling session or of a base model, and create it if needed.
 
         Several threads may call it, and only the first reads the weights. Weights that could not be
         read are read again. Raises HttpError (404) if the session's snapshot was freed.
@@ -536,12 +524,16 @@ class ModelManager:
                     f"the weights of {sampler.sampler_id} are gone, because memory was full or "
                     "another checkpoint has its name: create a new sampling client",
                 )
-            client = self._snapshots.get(sampler.path) if sampler.path is not None else None
-            if client is None and sampler.path is not None:
-                checkpoint_folder.verify_checkpoint(sampler.path)
-                client = self.engine.service.create_sampling_client(model_path=str(sampler.path))
-            elif client is None:
-                client = self.get_base_client(sampler.base)
+            base, create = sampler.base, self.engine.service.create_sampling_client
+            if sampler.path is not None:
+                client = self._snapshots.get(sampler.path)
+                if client is None:
+                    checkpoint_folder.verify_checkpoint(sampler.path)
+                    client = create(model_path=str(sampler.path))
+            elif sampler is self.base_samplers[base.name]:
+                client = create(base_model=base.source, tokenizer=base.tokenizer)
+            else:
+                client = self.sampling_client(self.base_samplers[base.name])
             # requests that were accepted later may run earlier: loading is the last use
             sampler.client, sampler.last_used = client, time.monotonic()
             self._evict_samplers()
@@ -555,44 +547,20 @@ class ModelManager:
         for sampler in choose_oldest(loaded, count):
             sampler.client = None
 
-    def get_base_client(self, base: ServedBaseModel) -> SamplingClient:
-        """Return the sampling client of a base model, which all threads share.
-
-        The client is created on first use, and again after a failure.
-        """
-        with self._loading_lock:
-            client = self._base_clients.get(base.name)
-            if client is None or client.failed:
-                client = self.engine.service.create_sampling_client(
-                    base_model=base.source, tokenizer=base.tokenizer
-                )
-                self._base_clients[base.name] = client
-            return client
-
     # ---------------------------------------------------------------------------- sampling by name
 
-    def find_client(self, model: str | None, owner: str) -> Callable[[], SamplingClient]:
-        """Return a function that returns the sampling client of a model name: a base model (None:
-        the first), a sampling session's id or a tinker:// path.
+    def find_sampler(self, model: str | None, owner: str) -> SamplerRecord:
+        """Return the sampler of a model name: of a base model (None: the first), a sampling
+        session's id or a tinker:// path.
 
         Raises HttpError (404) if the owner has no model of that name.
         """
-        return functools.partial(self._get_client, self._find_source(model, owner))
-
-    def _get_client(self, source: ServedBaseModel | SamplerRecord) -> SamplingClient:
-        """Return the client of a base model or a sampling session, and create it if needed."""
-        if isinstance(source, SamplerRecord):
-            return self.sampling_client(source)
-        return self.get_base_client(source)
-
-    def _find_source(self, model: str | None, owner: str) -> ServedBaseModel | SamplerRecord:
-        """Return the base model or sampling session of a model name. Raises HttpError (404)."""
         if model is not None and model in self.session_store.samplers:
             return self.session_store.get_sampler(model, owner)
         if model is not None and model.startswith("tinker://"):
             return self.session_store.find_path_sampler(model, owner)
         try:
-            return self.engine.settings.find_base(model)
+            return self.base_samplers[self.engine.settings.find_base(model).name]
         except UserError as error:
             raise HttpError(404, str(error), "model", code="model_not_found") from None
 
@@ -603,16 +571,13 @@ class ModelManager:
         Raises HttpError: 404 for an unknown name, 429 if the queue is full and the model is not
         loaded.
         """
-        source = await asyncio.to_thread(self._find_source, model, owner)  # may read the disk
-        if isinstance(source, SamplerRecord):
-            client = source.client
-        else:
-            client = self._base_clients.get(source.name)
+        sampler = await asyncio.to_thread(self.find_sampler, model, owner)  # may read the disk
+        client = sampler.client
         if client is not None and client.ready and not client.failed:
             return client
         self.engine.queue.check_capacity(owner)
         return await asyncio.get_running_loop().run_in_executor(
-            _LOADING_EXECUTOR, lambda: self._get_client(source).result()
+            _LOADING_EXECUTOR, lambda: self.sampling_client(sampler).result()
         )
 
     async def sample(
@@ -631,7 +596,7 @@ class ModelManager:
         `options`: of `SamplingClient.make_request`. `show`: called on the engine's thread every few
         tokens with the samples so far, by index. Raises HttpError (404) for an unknown name.
         """
-        client = self.find_client(model, owner)
+        client = functools.partial(self.sampling_client, self.find_sampler(model, owner))
         options |= {
             "prompt": ModelInput.from_ints(list(prompt_ids)),
             "num_samples": num_samples,
@@ -640,27 +605,17 @@ class ModelManager:
         job = SamplingJob(owner, client, options, on_progress=show)
         return await asyncio.wrap_future(self.engine.submit_sample(job))
 
-    def list_bases(self) -> list[ServedModel]:
-        """Return the base models, as checked at the start of the server.
-
-        A base model whose weights cannot be loaded does not affect the others.
-        """
-        return [self._describe(base.name, base) for base in self.engine.settings.bases]
-
     def models(self, owner: str = LOCAL_OWNER) -> list[ServedModel]:
         """Return the base models, and the weights that an owner saved for samplers by their paths.
 
         Clients check this list before they send a request.
         """
-        return self.list_bases() + [
-            self._describe(format_path(folder), model.base)
+        return list(self.bases.values()) + [
+            replace(self.bases[model.base.name], name=format_path(folder))
             for model in self.session_store.list_models(owner)
             for kind, folder in self.session_store.iter_checkpoints(model)
             if kind == SAMPLER_KIND
         ]
-
-    def _describe(self, name: str, base: ServedBaseModel) -> ServedModel:
-        return ServedModel(name, self._max_contexts[base.name], self._created)
 
     async def tokenizer(self, model: str | None = None, owner: str = LOCAL_OWNER) -> Any:
         """Return the tokenizer of a model by its name, once it is loaded; None if the model has
@@ -682,7 +637,7 @@ class ModelManager:
         if renderer is None:
             tokenizer = client.get_tokenizer()
             if tokenizer is None:
-                raise MissingTokenizerError(model)
+                raise make_tokenizer_error(model)
             default = "chat_template" if getattr(tokenizer, "chat_template", None) else "role_colon"
             name = self.engine.settings.renderer or default
             renderer = await asyncio.to_thread(get_renderer, name, tokenizer)

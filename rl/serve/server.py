@@ -180,18 +180,12 @@ class ModelServer(ServerParts):
         ]
         return cls(*parts, make_app(engine, routes, links))
 
-    async def run_upkeep(self) -> None:
-        """Call `do_upkeep` every second, until cancelled."""
-        while True:
-            await asyncio.sleep(1.0)
-            try:
-                self.do_upkeep()
-            except Exception as error:  # boundary: for example a full disk; retried in 1 s
-                log.error(
-                    "upkeep of sessions failed",
-                    extra={"error": type(error).__name__},
-                    exc_info=error,
-                )
+    def run_upkeep(self) -> None:
+        """Call `do_upkeep`, and log its errors: of a full disk, for example. It is called again."""
+        try:
+            self.do_upkeep()
+        except Exception as error:  # boundary: requests go on
+            log.error("upkeep of sessions failed", exc_info=error)
 
     def do_upkeep(self) -> None:
         """Skip lost numbers, remove expired results, and end sessions without a heartbeat."""
@@ -241,7 +235,6 @@ def bind_sockets(settings: ServeSettings) -> list[socket.socket]:
             sockets.append(_bind_socket(family, (host, port, *more)))
         except OSError as error:
             if error.errno not in _NO_SUCH_ADDRESS:
-                close_sockets(sockets)
                 raise _make_bind_error(settings, error) from error
             last_error = error
     if not sockets:
@@ -256,50 +249,45 @@ def _bind_socket(family: int, address: tuple) -> socket.socket:
     Therefore SO_REUSEADDR is set only if binding fails without it, which happens while connections
     of an ended server remain on the port. It is cleared after binding, until `allow_port_reuse`.
     """
-    for reuse in (False, True):
-        sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            # IPv4 has a separate socket
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
-            if family == socket.AF_INET6:
-                # IPv4 has a separate socket
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
             sock.bind(address)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-            return sock
         except OSError as error:
-            sock.close()
-            if reuse or error.errno != errno.EADDRINUSE or os.name != "posix":
+            if error.errno != errno.EADDRINUSE:
                 raise
-    raise AssertionError
+            allow_port_reuse([sock])
+            sock.bind(address)
+            allow_port_reuse([sock], False)
+        return sock
+    except OSError:
+        sock.close()
+        raise
 
 
-def allow_port_reuse(sockets: list[socket.socket]) -> None:
+def allow_port_reuse(sockets: list[socket.socket], allow: bool = True) -> None:
     """Set SO_REUSEADDR before the sockets listen.
 
     The next server on the port then need not wait for remaining connections of this server.
     """
     for sock in sockets:
-        if os.name == "posix":
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-
-
-def close_sockets(sockets: list[socket.socket]) -> None:
-    """Close the sockets."""
-    for sock in sockets:
-        sock.close()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(allow))
 
 
 def _make_bind_error(settings: ServeSettings, error: OSError | None) -> UserError:
     """Return the error for an address that cannot be bound, with its remedy."""
+    other_address = "pass an address of this machine, or 0.0.0.0 for all"
     remedy = {
+        None: "it has no address",
         errno.EADDRINUSE: "the port is in use: pass another --port (0 selects any free port)",
         errno.EACCES: "this user lacks the rights for it: pass a --port above 1023",
-        errno.EADDRNOTAVAIL: "this machine has no such address: pass an address of this machine, "
-        "or 0.0.0.0 for all",
-        errno.EAFNOSUPPORT: "this machine has no address of this family: pass an address of this "
-        "machine, or 0.0.0.0 for all",
+        errno.EADDRNOTAVAIL: f"this machine has no such address: {other_address}",
+        errno.EAFNOSUPPORT: f"this machine has no address of this family: {other_address}",
     }
-    reason = remedy.get(error.errno or 0, str(error)) if error is not None else "it has no address"
+    reason = remedy.get(error.errno if error is not None else None, str(error))
     return UserError(f"--host {settings.host} --port {settings.port}: {reason}")
 
 
@@ -362,21 +350,19 @@ def make_timeout_protocol(header_seconds: float) -> type[asyncio.Protocol]:
     return LimitedProtocol
 
 
-def exit_after(seconds: float) -> threading.Timer:
+def _end_process(message: str, **fields: Any) -> None:
+    """Log why, and end the process without the rest of the shutdown."""
+    log.error(message, extra=fields)
+    logging.shutdown()
+    os._exit(1)
+
+
+def exit_after(seconds: float) -> None:
     """End the process after `seconds`, even if a load, a long kernel or a disk access hangs."""
-
-    def exit_process() -> None:
-        log.error(
-            "the server did not shut down in time: everything not yet written is lost",
-            extra={"seconds": seconds},
-        )
-        logging.shutdown()
-        os._exit(1)
-
-    timer = threading.Timer(seconds, exit_process)
+    message = "the server did not shut down in time: everything not yet written is lost"
+    timer = threading.Timer(seconds, _end_process, (message,), {"seconds": seconds})
     timer.daemon = True
     timer.start()
-    return timer
 
 
 def main(args: argparse.Namespace) -> int:
@@ -401,10 +387,30 @@ def main(args: argparse.Namespace) -> int:
     try:
         served = ModelServer.create(settings)
         served.engine.start()
-        config = _make_uvicorn_config(served, settings)
-        # uvloop's event loop and httptools' parser where they are installed
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_run_server(served, settings, sockets or [], config, lock))
+
+        async def keep_up() -> None:
+            try:
+                lock.check_held()
+            except Exception as error:  # the models are not written to a folder of another server
+                _end_process("the server ends at once", error=str(error))
+            served.run_upkeep()
+
+        config = uvicorn.Config(
+            served.app,
+            http=make_timeout_protocol(settings.limits.header_seconds),
+            ssl_certfile=settings.tls_cert and str(settings.tls_cert),
+            ssl_keyfile=settings.tls_key and str(settings.tls_key),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            callback_notify=keep_up,
+            timeout_notify=-(10**9),  # once a second, even if the clock is set back
+            # for responses that are being sent
+            timeout_graceful_shutdown=max(1, int(settings.stop_grace / 6)),
+        )
+        # with uvloop's event loop and httptools' parser where they are installed
+        _HttpServer(config, served).run(sockets)
     finally:
         lock.release()
         with contextlib.suppress(OSError):
@@ -412,70 +418,34 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _make_uvicorn_config(server_parts: ModelServer, settings: ServeSettings) -> uvicorn.Config:
-    """Return uvicorn's configuration, with the event loop and the parser that are installed."""
-    return uvicorn.Config(
-        server_parts.app,
-        http=make_timeout_protocol(settings.limits.header_seconds),
-        host=settings.host,
-        port=settings.port,
-        ssl_certfile=settings.tls_cert and str(settings.tls_cert),
-        ssl_keyfile=settings.tls_key and str(settings.tls_key),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        # for responses that are being sent
-        timeout_graceful_shutdown=max(1, int(settings.stop_grace / 6)),
-    )
+class _HttpServer(uvicorn.Server):
+    """Run uvicorn on bound sockets until SIGTERM or SIGINT, then shut down the parts first."""
 
+    def __init__(self, config: uvicorn.Config, parts: ModelServer):
+        super().__init__(config)
+        self.parts, self.settings = parts, parts.engine.settings
 
-async def _wait_for_loss(lock: RunLock) -> None:
-    """Raise RunFolderError once another process has taken the folder over."""
-    while True:
-        await asyncio.sleep(1.0)
-        lock.check_held()
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's own handlers end the process by the signal, without an exit code
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signal_number, setattr, self, "should_exit", True)
+        yield
 
-
-async def _run_server(
-    server_parts: ModelServer,
-    settings: ServeSettings,
-    sockets: list[socket.socket],
-    config: uvicorn.Config,
-    lock: RunLock,
-) -> None:
-    """Run uvicorn on the bound sockets until a signal arrives, then shut down."""
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield  # the signal handlers are installed below
-
-    server = Server(config)
-    loop = asyncio.get_running_loop()
-    stop_requested: asyncio.Event = asyncio.Event()
-    for signal_number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signal_number, stop_requested.set)
-    allow_port_reuse(sockets)
-    serve_task = asyncio.create_task(server.serve(sockets))
-    while not server.started and not serve_task.done():
-        await asyncio.sleep(0.01)
-    if server.started:
-        host, port = server.servers[0].sockets[0].getsockname()[:2]
-        protocol = "https" if settings.tls_cert else "http"
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and print the address."""
+        allow_port_reuse(sockets or [])
+        await super().startup(sockets)
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        protocol = "https" if self.settings.tls_cert else "http"
         address = f"{protocol}://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("listening", extra={"address": address})
-        print(f"serving {', '.join(base.name for base in settings.bases)} at {address}", flush=True)
-    stop_task = asyncio.create_task(stop_requested.wait())
-    upkeep_task = asyncio.create_task(server_parts.run_upkeep())
-    lock_task = asyncio.create_task(_wait_for_loss(lock))
-    await asyncio.wait({serve_task, stop_task, lock_task}, return_when=asyncio.FIRST_COMPLETED)
-    if lock_task.done():  # the models are not written to a folder that another server has
-        log.error("the server ends at once", extra={"error": str(lock_task.exception())})
-        logging.shutdown()
-        os._exit(1)
-    upkeep_task.cancel()
-    exit_after(settings.stop_grace)
-    await asyncio.to_thread(server_parts.shut_down, settings.stop_grace)
-    server.should_exit = True
-    await serve_task
+        names = ", ".join(base.name for base in self.settings.bases)
+        print(f"serving {names} at {address}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Shut down the parts while /healthz still answers, then close the connections."""
+        exit_after(self.settings.stop_grace)
+        await asyncio.to_thread(self.parts.shut_down, self.settings.stop_grace)
+        await super().shutdown(sockets)

@@ -129,8 +129,12 @@ class ServingEngine:
         job = self.queue.next_job()
         if job is not None:  # it may need the memory, or free the weights
             self._close_idle_streams()
-        if job is not None and self.is_shutting_down and time.monotonic() > self._deadline:
-            self._interrupt_job(job)
+        is_too_late = self.is_shutting_down and time.monotonic() > self._deadline
+        if job is not None and is_too_late:  # interrupted between two of its slices
+            assert job.generator is not None  # set by `next_job`
+            job.generator.close()
+            self.queue.finish_job(job)
+            _resolve(job.done, ShutdownError(), job.verb)
         elif job is not None:
             self._run_job_slice(job)
         if not self._has_samples and self.queue.has_only_samples():
@@ -139,7 +143,7 @@ class ServingEngine:
             job.tenant for _, tickets in self._streams.values() for job in tickets.values()
         }
         self._admit_samples(self.queue.take_samples(self._count_room(), busy_tenants))
-        if self.is_shutting_down and time.monotonic() > self._deadline:
+        if is_too_late:
             self._interrupt_samples()
         for batch_key, (_, tickets) in list(self._streams.items()):
             if tickets:
@@ -167,13 +171,6 @@ class ServingEngine:
             if not tickets:
                 stream.close()
                 del self._streams[key]
-
-    def _interrupt_job(self, job: EngineJob) -> None:
-        """Interrupt a job that did not finish before the deadline, between two of its slices."""
-        if job.generator is not None:
-            job.generator.close()
-        self.queue.finish_job(job)
-        _resolve(job.done, ShutdownError(), job.verb)
 
     def _wait_for_samples(self) -> None:
         """Wait briefly for more samples, so that a burst of requests starts as a common batch."""
@@ -311,19 +308,9 @@ def _resolve(done: Future, result: Any, label: str = "sample") -> None:
         done.set_result(result)
         return
     if not isinstance(result, HttpError) and to_http_error(result, label).category == "server":
-        fields = {"verb": label, "error": type(result).__name__}
-        log.error("work failed", extra=fields, exc_info=result)
+        log.error("work failed", extra={"verb": label}, exc_info=result)
     clear_tracebacks(result)
     done.set_exception(result)
-
-
-def log_write_failure(model_id: str, error: Exception) -> None:
-    """Log that a model could not be written to disk."""
-    log.error(
-        "a model could not be written",
-        extra={"model": model_id, "error": type(error).__name__},
-        exc_info=error,
-    )
 
 
 def check_base_model(base: ServedBaseModel, renderer: str | None = None) -> int | None:

@@ -45,9 +45,9 @@ class ServingMetrics:
 
     def __init__(self) -> None:
         disable_created_metrics()  # no series <name>_created next to each counter
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._series: dict[str, Any] = {
-            name: kind(f"whetstone_{name}", text, labels, registry=self._registry)
+            name: kind(f"whetstone_{name}", text, labels, registry=self.registry)
             for kind, table in ((Counter, _COUNTERS), (Gauge, _GAUGES))
             for name, (text, labels) in table.items()
         }
@@ -65,10 +65,6 @@ class ServingMetrics:
         """Set the function that returns the value of a gauge."""
         self._find(name, labels).set_function(function)
 
-    def get_value(self, name: str, **labels: str) -> float:
-        """Return the value of a counter, 0 if it was never increased."""
-        return self._registry.get_sample_value(f"whetstone_{name}", labels) or 0.0
-
     def render(self) -> bytes:
         """Return all counters and gauges in Prometheus' text format 0.0.4."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)

@@ -344,13 +344,12 @@ class SessionStore:
         if kind not in kinds:
             raise HttpError(400, f"{tinker_path} holds {kind}, expected {' or '.join(kinds)}")
         model = self.models.get(model_id)
-        if model is None or model.owner != owner:
-            raise HttpError(404, f"there is nothing at {tinker_path}")
-        folder = checkpoint_folder.checkpoint_path(model.folder / kind, name)
-        checkpoint_folder.remove_expired(folder.parent)
-        if not _is_checkpoint(folder):
-            raise HttpError(404, f"there is nothing at {tinker_path}")
-        return model, folder
+        if model is not None and model.owner == owner:
+            folder = checkpoint_folder.checkpoint_path(model.folder / kind, name)
+            checkpoint_folder.remove_expired(folder.parent)
+            if _is_checkpoint(folder):
+                return model, folder
+        raise HttpError(404, f"there is nothing at {tinker_path}")
 
     def iter_checkpoints(self, model: ModelRecord) -> Iterator[tuple[str, Path]]:
         """Yield (kind, folder) of each checkpoint of a model that has not expired."""

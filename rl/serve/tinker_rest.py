@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import tarfile
 import time
@@ -102,9 +103,9 @@ class TinkerRestRoutes(ServerParts):
         ]
         return [TypedRoute(f"/api/v1/{path}", handler, method) for method, path, handler in table]
 
-    async def get_capabilities(self, request: Request) -> Any:
+    async def get_capabilities(self) -> Any:
         """Return the base models and their context lengths."""
-        bases = self.model_manager.list_bases()
+        bases = self.model_manager.bases.values()
         models = [SupportedModel(base.name, base.max_context) for base in bases]
         return asdict(GetServerCapabilitiesResponse(models))
 
@@ -112,9 +113,8 @@ class TinkerRestRoutes(ServerParts):
 
     def _describe_run(self, model: ModelRecord) -> dict[str, Any]:
         """Return a training run as Tinker's JSON describes it."""
-        last = {}
-        for entry in sorted(self._describe_checkpoints([model]), key=_get_time):
-            last[entry["checkpoint_type"]] = entry
+        entries = sorted(self._describe_checkpoints([model]), key=_get_time)
+        last = {entry["checkpoint_type"]: entry for entry in entries}
         return {
             "training_run_id": model.model_id,
             "base_model": model.base.name,
@@ -149,29 +149,28 @@ class TinkerRestRoutes(ServerParts):
                 entries.append(entry)
         return entries
 
-    def list_runs(self, request: Request) -> Any:
+    def list_runs(self, request: Request, owner: str) -> Any:
         """Return a page of the owner's training runs, the most recently used first."""
-        models = self.session_store.list_models(request.state.owner)
+        models = self.session_store.list_models(owner)
         models.sort(key=lambda model: model.last_request, reverse=True)
         page, cursor = _paginate(request, models)
         return {"training_runs": list(map(self._describe_run, page)), "cursor": cursor}
 
-    def get_run(self, request: Request) -> Any:
+    def get_run(self, owner: str, model_id: str) -> Any:
         """Return a training run."""
-        return self._describe_run(self._find_model(request))
+        return self._describe_run(self._find_model(owner, model_id))
 
-    def _find_model(self, request: Request) -> ModelRecord:
-        """Return the model of the path. Raises HttpError (404) if the owner has no such model."""
-        model_id, owner = request.path_params["model_id"], request.state.owner
+    def _find_model(self, owner: str, model_id: str) -> ModelRecord:
+        """Return a model. Raises HttpError (404) if the owner has no such model."""
         return find_record(self.session_store.models, model_id, owner, "training run")
 
-    def list_checkpoints(self, request: Request) -> Any:
+    def list_checkpoints(self, owner: str, model_id: str) -> Any:
         """Return the checkpoints of a training run."""
-        return {"checkpoints": self._describe_checkpoints([self._find_model(request)])}
+        return {"checkpoints": self._describe_checkpoints([self._find_model(owner, model_id)])}
 
-    def list_all_checkpoints(self, request: Request) -> Any:
+    def list_all_checkpoints(self, request: Request, owner: str) -> Any:
         """Return a page of the checkpoints of all runs of the owner, the newest first."""
-        models = self.session_store.list_models(request.state.owner)
+        models = self.session_store.list_models(owner)
         checkpoints = sorted(self._describe_checkpoints(models), key=_get_time, reverse=True)
         page, cursor = _paginate(request, checkpoints)
         return {"checkpoints": page, "cursor": cursor}
@@ -191,9 +190,8 @@ class TinkerRestRoutes(ServerParts):
         checkpoint_folder.set_expiry(self._find_folder(request), body.ttl_seconds)
         return Response(status_code=204)
 
-    def get_weights_info(self, request: Request, body: WeightsInfoBody) -> Any:
+    def get_weights_info(self, owner: str, body: WeightsInfoBody) -> Any:
         """Return the base model and the LoRA settings of saved weights."""
-        owner = request.state.owner
         model, folder = self.session_store.find_folder(body.tinker_path, owner)
         info = RestClient().get_weights_info_by_tinker_path(str(folder)).result()
         return {**asdict(info), "base_model": model.base.name}
@@ -206,29 +204,26 @@ class TinkerRestRoutes(ServerParts):
         The link needs no key and expires after an hour.
         """
         checkpoint_folder.verify_checkpoint(self._find_folder(request))
-        expires = int(time.time()) + _LINK_SECONDS
-        headers = {
-            "location": self._make_link(request, expires, ARCHIVE_NAME),
-            "expires": formatdate(expires, usegmt=True),
-        }
+        url, expires = self._make_link(request, ARCHIVE_NAME)
+        headers = {"location": url, "expires": formatdate(expires, usegmt=True)}
         return Response(status_code=302, headers=headers)
 
     def list_file_urls(self, request: Request) -> Any:
         """Return a link for each file. A link needs no key and expires after an hour."""
-        folder, expires = self._find_folder(request), int(time.time()) + _LINK_SECONDS
-        urls = {
-            name: self._make_link(request, expires, name)
-            for file in list_files(folder)
-            if file.name not in (checkpoint_folder.MANIFEST, "state.json")
-            for name in [file.relative_to(folder).as_posix()]
-        }
+        folder, expires = self._find_folder(request), 0
+        urls: dict[str, str] = {}
+        for file in list_files(folder):
+            if file.name not in (checkpoint_folder.MANIFEST, "state.json"):
+                name = file.relative_to(folder).as_posix()
+                urls[name], expires = self._make_link(request, name)
         return {"urls": urls, "expires": _iso_time(expires)}
 
-    def _make_link(self, request: Request, expires: int, name: str) -> str:
-        """Return a signed URL of a file of the path's checkpoint. `expires`: Unix seconds."""
+    def _make_link(self, request: Request, name: str) -> tuple[str, int]:
+        """Return a signed URL of a file of the path's checkpoint, and its end in Unix seconds."""
+        expires = int(time.time()) + _LINK_SECONDS
         place = "{model_id}/{kind}/{name}".format_map(request.path_params)
         path = self.links.make_path(request.state.owner, expires, f"{place}/{name}")
-        return f"{str(request.base_url).rstrip('/')}{path}"
+        return f"{str(request.base_url).rstrip('/')}{path}", expires
 
     def get_file(self, request: Request) -> Response:
         """Return the file of a signed link, or the folder as a tar file.
@@ -256,33 +251,25 @@ class TinkerRestRoutes(ServerParts):
 
     # ----------------------------------------------------------------------- samplers and sessions
 
-    async def get_sampler(self, request: Request) -> Any:
+    async def get_sampler(self, owner: str, sampler_id: str) -> Any:
         """Return the base model of a sampling session and the path of its weights."""
-        sampler = self.session_store.get_sampler(
-            request.path_params["sampler_id"], request.state.owner
-        )
+        sampler = self.session_store.get_sampler(sampler_id, owner)
         return {
             "sampler_id": sampler.sampler_id,
             "base_model": sampler.base.name,
             "model_path": sampler.path and format_path(sampler.path),
         }
 
-    async def list_sessions(self, request: Request) -> Any:
+    async def list_sessions(self, request: Request, owner: str) -> Any:
         """Return a page of the owner's session ids, the newest first."""
-        sessions = [
-            session
-            for session in list(self.session_store.sessions.values())
-            if session.owner == request.state.owner
-        ]
-        sessions.sort(key=lambda session: session.created)
-        page, _ = _paginate(request, sessions[::-1])
-        return {"sessions": [session.session_id for session in page]}
+        sessions = list(self.session_store.sessions.values())
+        sessions.sort(key=lambda session: -session.created)
+        ids = [session.session_id for session in sessions if session.owner == owner]
+        return {"sessions": _paginate(request, ids)[0]}
 
-    async def get_session(self, request: Request) -> Any:
+    async def get_session(self, owner: str, session_id: str) -> Any:
         """Return the training runs and sampling sessions of a session."""
-        session = self.session_store.get_session(
-            request.path_params["session_id"], request.state.owner, alive=False
-        )
+        session = self.session_store.get_session(session_id, owner, alive=False)
         models = self.session_store.list_models(session_id=session.session_id)
         samplers = self.session_store.list_samplers(session.session_id)
         return {
@@ -333,19 +320,13 @@ def _paginate(request: Request, items: list[Any]) -> tuple[list[Any], dict[str, 
 
     Raises HttpError (400) if either is not a whole number.
     """
-    requested = {
-        name: request.query_params.get(name, default)
-        for name, default in (("limit", "20"), ("offset", "0"))
-    }
-    # isdigit alone accepts digits, such as superscripts, that int() refuses
-    if not all(v.isascii() and v.isdigit() and len(v) < 10 for v in requested.values()):
+    requested = {"limit": "20", "offset": "0"}
+    requested |= {name: request.query_params.get(name, requested[name]) for name in requested}
+    if not all(re.fullmatch("[0-9]{1,9}", value) for value in requested.values()):
         raise HttpError(400, f"limit and offset must be whole numbers, got {requested}")
-    limit, offset = int(requested["limit"]), int(requested["offset"])
-    return items[offset : offset + limit], {
-        "offset": offset,
-        "limit": limit,
-        "total_count": len(items),
-    }
+    cursor = {name: int(value) for name, value in requested.items()}
+    page = items[cursor["offset"] :][: cursor["limit"]]
+    return page, {**cursor, "total_count": len(items)}
 
 
 def _get_time(entry: dict[str, Any]) -> str:

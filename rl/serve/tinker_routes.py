@@ -93,7 +93,7 @@ class TinkerRoutes(ServerParts):
 
     # ------------------------------------------------------------------------------------- sessions
 
-    async def get_client_config(self, request: Request) -> Any:
+    async def get_client_config(self) -> Any:
         """Return the SDK's feature flags.
 
         Chunks are sent in parallel, keys are sent directly, and bodies from other machines are
@@ -107,7 +107,7 @@ class TinkerRoutes(ServerParts):
             "custom_loss_server_side": False,
         }
 
-    async def get_dynamic_config(self, request: Request) -> Any:
+    async def get_dynamic_config(self) -> Any:
         """Return the SDK's settings that may change while it runs."""
         return {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
@@ -116,38 +116,36 @@ class TinkerRoutes(ServerParts):
         await request.body()
         return {"status": "accepted"}
 
-    async def create_session(self, request: Request, body: schemas.CreateSessionBody) -> Any:
+    async def create_session(self, owner: str, body: schemas.CreateSessionBody) -> Any:
         """Create a session."""
-        session = await asyncio.to_thread(
-            self.session_store.open_session,
-            request.state.owner,
-            body.user_metadata,
-            body.display_name,
-        )
+        fields = owner, body.user_metadata, body.display_name
+        session = await asyncio.to_thread(self.session_store.open_session, *fields)
         return {"type": "create_session", "session_id": session.session_id}
 
-    async def record_heartbeat(self, request: Request, body: schemas.SessionBody) -> Any:
+    async def record_heartbeat(self, owner: str, body: schemas.SessionBody) -> Any:
         """Record a heartbeat of a session."""
-        self.session_store.get_session(body.session_id, request.state.owner)
+        self.session_store.get_session(body.session_id, owner)
         return {"type": "session_heartbeat"}
 
-    async def finish_session(self, request: Request, body: schemas.FinishSessionBody) -> Response:
+    async def finish_session(
+        self, owner: str, session_id: str, body: schemas.FinishSessionBody
+    ) -> Response:
         """End a session, with the client's reason."""
-        session = self.session_store.get_session(
-            request.path_params["session_id"], request.state.owner, alive=False
-        )
+        session = self.session_store.get_session(session_id, owner, alive=False)
         reason = (body.reason or {}).get("type", "success")
         self.model_manager.end_session(session, str(reason)[:40])
         return Response(status_code=204)
 
     # --------------------------------------------------------------------------------------- models
 
-    async def create_model(self, request: Request, body: schemas.CreateModelBody) -> Any:
+    async def create_model(
+        self, request: Request, owner: str, body: schemas.CreateModelBody
+    ) -> Any:
         """Queue the creation of a LoRA training client.
 
         Raises HttpError (400) if the request lacks a LoRA or names another optimizer than AdamW.
         """
-        session = self.session_store.get_session(body.session_id, request.state.owner)
+        session = self.session_store.get_session(body.session_id, owner)
         base = self.engine.settings.find_base(body.base_model)
         make = functools.partial(
             self.engine.service.create_lora_training_client,
@@ -208,9 +206,9 @@ class TinkerRoutes(ServerParts):
         )
         return response
 
-    async def unload_model(self, request: Request, body: schemas.ModelBody) -> Any:
+    async def unload_model(self, owner: str, body: schemas.ModelBody) -> Any:
         """Write a model to disk and free its memory."""
-        model = self.session_store.get_model(body.model_id, request.state.owner)
+        model = self.session_store.get_model(body.model_id, owner)
 
         def unload() -> None:
             self.model_manager.write_model(model)
@@ -223,9 +221,9 @@ class TinkerRoutes(ServerParts):
         self.request_store.add(pending, result)
         return {"request_id": request_id, "model_id": model.model_id}
 
-    async def get_info(self, request: Request, body: schemas.ModelBody) -> Any:
+    async def get_info(self, owner: str, body: schemas.ModelBody) -> Any:
         """Return architecture, tokenizer and LoRA rank of a model."""
-        model = self.session_store.get_model(body.model_id, request.state.owner)
+        model = self.session_store.get_model(body.model_id, owner)
         info = await self.engine.run_function(
             model.tenant, "get_info", lambda: self.model_manager.load_client(model).info
         )
@@ -243,22 +241,20 @@ class TinkerRoutes(ServerParts):
         model: ModelRecord,
         seq: int,
         verb: str,
-        raw: bytes,
+        body_digest: bytes,
+        size: int,
         work: Callable[[], VerbSteps],
-        size: int | None = None,
     ) -> dict[str, Any]:
         """Queue a model's request once, even if it is repeated. Return its id.
 
         A wrong value in the request becomes its result.
 
-        raw     the body, or a digest of the body
-        size    bytes of the body, if `raw` is a digest
+        size    bytes of the body, until the request has run
 
         Raises HttpError: 503 if the server is shutting down, 429 if a limit is reached, 400 if the
         number was used for another request.
         """
-        request_id, digest = f"{model.model_id}:{seq}", compute_digest(verb.encode(), raw)
-        size = len(raw) if size is None else size
+        request_id, digest = f"{model.model_id}:{seq}", compute_digest(verb.encode(), body_digest)
         if self.engine.is_shutting_down:
             raise ShutdownError()
         if self.request_store.find_duplicate(request_id, digest) is None:
@@ -270,7 +266,7 @@ class TinkerRoutes(ServerParts):
             self.request_store.add(pending)
         return {"request_id": request_id, "model_id": model.model_id}
 
-    async def forward_backward(self, request: Request) -> Any:
+    async def forward_backward(self, request: Request, owner: str) -> Any:
         """Queue a forward, or a forward and backward pass, from a protobuf body.
 
         Raises HttpError (415) for another content type, and HttpError (400) for a `seq_id` below 1.
@@ -290,7 +286,7 @@ class TinkerRoutes(ServerParts):
             return message, compute_digest(raw), len(body)
 
         message, digest, size = await asyncio.to_thread(parse)
-        model = self.session_store.get_model(message.model_id, request.state.owner)
+        model = self.session_store.get_model(message.model_id, owner)
         if message.seq_id < 1:
             raise HttpError(400, f"seq_id must be at least 1, got {message.seq_id}")
         backward = not message.forward_only
@@ -312,7 +308,7 @@ class TinkerRoutes(ServerParts):
 
         verb = "forward_backward" if backward else "forward"
         work = functools.partial(self.model_manager.forward_backward, model, read, backward)
-        return self._enqueue_once(model, message.seq_id, verb, digest, work, size)
+        return self._enqueue_once(model, message.seq_id, verb, digest, size, work)
 
     def _make_numbered_handler(self, verb: str, body_type: type[schemas.JsonBody]) -> RouteHandler:
         """Return the handler of a verb whose requests run in the order of their numbers.
@@ -323,10 +319,10 @@ class TinkerRoutes(ServerParts):
         """
         run: Callable[[ModelRecord, Any], VerbSteps] = getattr(self.model_manager, verb)
 
-        async def handle(request: Request) -> Any:
+        async def handle(request: Request, owner: str) -> Any:
             fields = await read_fields(request)
             numbered = read_body(schemas.NumberedBody, fields)
-            model = self.session_store.get_model(numbered.model_id, request.state.owner)
+            model = self.session_store.get_model(numbered.model_id, owner)
 
             def work() -> VerbSteps:
                 result = yield from run(model, read_body(body_type, fields))
@@ -338,37 +334,42 @@ class TinkerRoutes(ServerParts):
                 name: value for name, value in fields.items() if name != "sampling_session_seq_id"
             }
             raw = json.dumps(payload, sort_keys=True).encode()
-            return self._enqueue_once(model, numbered.seq_id, verb, raw, work)
+            return self._enqueue_once(
+                model, numbered.seq_id, verb, compute_digest(raw), len(raw), work
+            )
 
         handle.__name__, handle.__doc__ = verb, run.__doc__
         return handle
 
-    async def load_weights(self, request: Request, source: schemas.LoadWeightsBody) -> Any:
+    async def load_weights(
+        self, request: Request, owner: str, body: schemas.LoadWeightsBody
+    ) -> Any:
         """Queue loading saved weights into a model, or into a new model if none is named."""
-        if source.model_id is not None:
-            return await self._make_numbered_handler("load_weights", type(source))(request)
-        owner = request.state.owner
-        body = read_body(schemas.LoadNewModelBody, await read_fields(request))
-        session = self.session_store.get_session(body.session_id, owner)
-        saved, folder = await asyncio.to_thread(self.model_manager.find_weights, source, owner)
+        if body.model_id is not None:
+            return await self._make_numbered_handler("load_weights", type(body))(request, owner)
+        new = read_body(schemas.LoadNewModelBody, await read_fields(request))
+        session = self.session_store.get_session(new.session_id, owner)
+        saved, folder = await asyncio.to_thread(self.model_manager.find_weights, body, owner)
         base, service = saved.base, self.engine.service
-        if body.base_model is not None:
-            base = self.engine.settings.find_base(body.base_model)
+        if new.base_model is not None:
+            base = self.engine.settings.find_base(new.base_model)
         load = (
             service.create_training_client_from_state_with_optimizer
-            if source.optimizer
+            if body.optimizer
             else service.create_training_client_from_state
         )
         base_dtype = self.engine.settings.saved_base_dtype
         make = functools.partial(load, str(folder), base.source, base_dtype=base_dtype)
-        result = {"path": source.path, "type": "load_weights"}
-        return self._create_once(session, body, base, make, await request.body(), result)
+        result = {"path": body.path, "type": "load_weights"}
+        return self._create_once(session, new, base, make, await request.body(), result)
 
     # -------------------------------------------------------------------------------------- results
 
-    async def retrieve_future(self, request: Request, body: schemas.FutureBody) -> Response:
+    async def retrieve_future(
+        self, request: Request, owner: str, body: schemas.FutureBody
+    ) -> Response:
         """Return the result of a request, or 408 after `poll_seconds`; the SDK then polls again."""
-        pending = self.request_store.find_request(body.request_id, request.state.owner)
+        pending = self.request_store.find_request(body.request_id, owner)
         if not await pending.wait(self.engine.settings.limits.poll_seconds):
             state = {"type": "try_again", "request_id": pending.request_id, "queue_state": "active"}
             return SafeJSONResponse(state, status_code=408)
@@ -379,9 +380,9 @@ class TinkerRoutes(ServerParts):
             return answer.to_response(protobuf)
         return await asyncio.to_thread(answer.to_response, protobuf)
 
-    async def cancel_future(self, request: Request, body: schemas.FutureBody) -> Response:
+    async def cancel_future(self, owner: str, body: schemas.FutureBody) -> Response:
         """Cancel a sample request. A request that trains is not cancelled."""
-        pending = self.request_store.find_request(body.request_id, request.state.owner)
+        pending = self.request_store.find_request(body.request_id, owner)
         if pending.verb == "sample":
             pending.work_future.cancel()
         return Response(status_code=204)
@@ -389,14 +390,14 @@ class TinkerRoutes(ServerParts):
     # ------------------------------------------------------------------------------------- sampling
 
     async def create_sampling_session(
-        self, request: Request, body: schemas.CreateSamplingSessionBody
+        self, owner: str, body: schemas.CreateSamplingSessionBody
     ) -> Any:
         """Create a sampling session of a base model or of saved weights.
 
         A repeated request returns the same session. Raises HttpError (400) if the session exists
         with other weights.
         """
-        session = self.session_store.get_session(body.session_id, request.state.owner)
+        session = self.session_store.get_session(body.session_id, owner)
         sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
         path = body.model_path
         if path is None:
@@ -419,20 +420,18 @@ class TinkerRoutes(ServerParts):
             raise HttpError(400, text)
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
-    async def join_sampling_session(
-        self, request: Request, body: schemas.JoinSamplingSessionBody
-    ) -> Any:
+    async def join_sampling_session(self, owner: str, body: schemas.JoinSamplingSessionBody) -> Any:
         """Count another client of a sampling session, and return the count."""
-        sampler = self.session_store.get_sampler(body.sampling_session_id, request.state.owner)
+        sampler = self.session_store.get_sampler(body.sampling_session_id, owner)
         sampler.clones += 1
         return {"type": "join_sampling_session", "client_counter": sampler.clones}
 
-    async def asample(self, request: Request) -> Any:
+    async def asample(self, request: Request, owner: str) -> Any:
         """Queue a sample request, and return its id and the ids of its sequences.
 
         A repeated request returns the same ids. An invalid value becomes the request's result.
         """
-        fields, owner, raw = await read_fields(request), request.state.owner, await request.body()
+        fields, raw = await read_fields(request), await request.body()
         body = read_body(schemas.AcceptedSampleBody, fields)
         if body.sampling_session_id is None:
             raise HttpError(

@@ -105,6 +105,11 @@ def datum_message(datum: Datum) -> Any:
     return message
 
 
+def get_metric(served: ModelServer, name: str, **labels: str) -> float:
+    """Return the value of a counter, 0 if it was never increased."""
+    return served.engine.metrics.registry.get_sample_value(f"whetstone_{name}", labels) or 0.0
+
+
 class Wire:
     """A client of a server: a session, and the requests that the SDK would send."""
 

@@ -17,6 +17,7 @@ from serving import (
     Wire,
     assert_same_rows,
     datum_message,
+    get_metric,
     hold_requests,
     open_server,
     server,
@@ -232,10 +233,10 @@ def test_a_model_that_is_written_out_and_read_back_goes_on_to_the_bit(tmp_path):
 
     with server(tmp_path / "narrow", models_in_memory=1) as first:
         narrow = train_both(first, True)
-        assert first.engine.metrics.get_value("written_out_total", which="read_back") >= 4
+        assert get_metric(first, "written_out_total", which="read_back") >= 4
     with server(tmp_path / "wide") as first:
         assert train_both(first, False) == narrow
-        assert first.engine.metrics.get_value("written_out_total", which="read_back") == 0
+        assert get_metric(first, "written_out_total", which="read_back") == 0
 
 
 @pytest.mark.parametrize("durable", [False, True])

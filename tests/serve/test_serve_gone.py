@@ -9,7 +9,16 @@ import weakref
 
 import httpx
 import numpy as np
-from serving import BASE, Wire, hold_requests, open_server, server, unpack_sequences, until
+from serving import (
+    BASE,
+    Wire,
+    get_metric,
+    hold_requests,
+    open_server,
+    server,
+    unpack_sequences,
+    until,
+)
 from test_serve import KEYS, make_text_datums
 
 from rl.serve.scheduler import SamplingJob
@@ -31,8 +40,8 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
             unpack_sequences(staying.sample(mine, i, prompt, 2, **fields))
             for i, prompt, fields in asks
         ]
-        get_value, draw = first.engine.metrics.get_value, first.engine._run_batch_slice
-        before = get_value("sampled_tokens_total")
+        draw = first.engine._run_batch_slice
+        before = get_metric(first, "sampled_tokens_total")
         kept, slices, begun, go = weakref.WeakSet(), [], threading.Event(), threading.Event()
 
         def watched(drawing):
@@ -76,7 +85,7 @@ def test_a_cancelled_sample_leaves_its_batch_and_whoever_was_in_it_is_drawn_as_a
         assert set(slices[1:]) <= {3, 2, 1, 0}, f"requests of slices after they had gone: {slices}"
         assert len(slices) <= 6, f"{len(slices)} slices of 16 tokens for 40"
         drawn = sum(len(tokens) for rows in results for tokens, _, _ in rows)
-        assert get_value("sampled_tokens_total") - before == drawn
+        assert get_metric(first, "sampled_tokens_total") - before == drawn
         for ticket in gone:
             assert going.wait(ticket)["category"] == "user"
         gc.collect()
@@ -196,7 +205,7 @@ def test_whoever_hangs_up_is_drawn_for_no_longer(tmp_path):
         asyncio.run(hang_up())
         assert sent[0]["status"] == 499
         assert until(lambda: not first.engine._has_samples), "it is drawn still"
-        assert first.engine.metrics.get_value("sampled_tokens_total") == 0
+        assert get_metric(first, "sampled_tokens_total") == 0
         assert not first.engine.queue._tenant_counts
 
 

@@ -64,7 +64,9 @@ def sdk_results(tmp_path_factory, shared_data):
             done = subprocess.run(command, capture_output=True, text=True, timeout=240)
             assert done.returncode == 0, done.stderr[-3000:]
             owner = first.session_store.list_models(first.app._keys[0][1])[0].owner
-            client = first.model_manager.find_client(path, owner)()
+            client = first.model_manager.sampling_client(
+                first.model_manager.find_sampler(path, owner)
+            )
             yield json.loads(done.stdout.splitlines()[-1]), path, client, first
         finally:
             listening.close()
@@ -124,7 +126,7 @@ def test_openais_client_gets_answers_streams_and_refusals(sdk_results):
     actual, path, _, served = sdk_results
     renderer, desk = (
         asyncio.run(served.model_manager.renderer(None)),
-        served.model_manager.get_base_client(served.engine.settings.bases[0]),
+        served.model_manager.sampling_client(served.model_manager.base_samplers[BASE]),
     )
     prompt = renderer.build_generation_prompt([{"role": "user", "content": "Hello?"}])
     params = SamplingParams(max_tokens=6, seed=4, stop=renderer.get_stop_sequences())

@@ -28,7 +28,6 @@ from rl.serve.server import (
     allow_port_reuse,
     bind_sockets,
     check_certificate,
-    close_sockets,
 )
 
 REPO = Path(__file__).resolve().parents[2]
@@ -37,6 +36,11 @@ KEYS = ("tml-of-the-first-tenant", "tml-of-the-second-one")
 
 def at(tmp_path, host="127.0.0.1", port=0):
     return ServeSettings((ServedBaseModel(BASE, BASE),), tmp_path, host=host, port=port, keys=KEYS)
+
+
+def close_all(sockets):
+    for sock in sockets:
+        sock.close()
 
 
 def test_an_address_that_cannot_be_had_is_named(tmp_path):
@@ -53,12 +57,12 @@ def test_an_address_that_cannot_be_had_is_named(tmp_path):
     # The server closes first, so its side of the connection stays in TIME_WAIT.
     with socket.create_connection(("127.0.0.1", port), 5) as client:
         served, _ = first.accept()
-        close_sockets(taken)
+        first.close()
         served.close()
         client.recv(1)
     (again,) = taken = bind_sockets(at(tmp_path, port=port))
     assert again.getsockname()[1] == port
-    close_sockets(taken)
+    close_all(taken)
 
 
 def test_a_name_is_every_address_that_it_has_here(tmp_path, monkeypatch):
@@ -70,11 +74,11 @@ def test_a_name_is_every_address_that_it_has_here(tmp_path, monkeypatch):
     )
     taken = bind_sockets(at(tmp_path, host="localhost"))
     assert taken[0].family == socket.AF_INET and len({item.getsockname()[1] for item in taken}) == 1
-    close_sockets(taken)
+    close_all(taken)
     kinds[0] = (socket.AF_INET6, ("2001:db8::1", 0, 0, 0))  # documentation prefix (RFC 3849)
     (only,) = taken = bind_sockets(at(tmp_path, host="localhost"))
     assert only.family == socket.AF_INET
-    close_sockets(taken)
+    close_all(taken)
 
 
 def test_a_name_that_is_none_and_an_address_of_others_are_named(tmp_path):

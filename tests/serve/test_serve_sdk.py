@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from serving import BASE, server
+from serving import BASE, get_metric, server
 from test_serve_docs import MODEL_NAME, find_block
 from test_serve_process import start_server, stop
 
@@ -228,16 +228,15 @@ def test_what_the_sdk_does_again_after_a_fault_is_done_once(served_sdk):
     models = [first.session_store.list_models(key[1]) for key in first.app._keys]
     # two of the steps, the resumed one, and the two that run side by side
     assert sum(map(len, models)) == 5, "a model that was asked for twice was made twice"
-    get_value = first.engine.metrics.get_value
     # of the steps: two updates of two models, a custom loss, an update of two models
     verbs = {"forward_backward": 4 + 1 + 2 + 2, "optim_step": 4 + 1 + 2 + 2, "forward": 3}
-    done = {verb: get_value("work_total", verb=verb, outcome="done") for verb in verbs}
+    done = {verb: get_metric(first, "work_total", verb=verb, outcome="done") for verb in verbs}
     assert done == verbs, "something ran twice, or not at all"
     neighbor, scored = actual["beside"], 1
     rows = [*actual["sampled"], *actual["sampled from a path"], *sum(neighbor["alone"], [])]
     drawn = [tokens for tokens, _ in rows] + actual["wave"] + neighbor["wave"]
     sampled_tokens = sum(map(len, drawn)) + scored
-    assert get_value("sampled_tokens_total") == sampled_tokens, "a sample was drawn twice"
+    assert get_metric(first, "sampled_tokens_total") == sampled_tokens, "a sample was drawn twice"
 
 
 def test_what_is_refused_raises_at_once_in_the_sdk_and_says_why(served_sdk):

@@ -272,7 +272,9 @@ def test_a_base_is_loaded_once_however_many_ask_for_it_first(tmp_path, monkeypat
             return plain(**named)
 
         def ask():
-            results.append(first.model_manager.get_base_client(first.engine.settings.bases[0]))
+            results.append(
+                first.model_manager.sampling_client(first.model_manager.base_samplers[BASE])
+            )
 
         monkeypatch.setattr(first.engine.service, "create_sampling_client", slowly)
         threads = [threading.Thread(target=ask) for _ in range(6)]
@@ -326,7 +328,7 @@ def test_a_full_queue_refuses_requests_before_their_model_is_loaded(tmp_path, mo
     }
     loads = []
     with server(tmp_path, queued=1) as first, hold_requests(first):
-        monkeypatch.setattr(first.model_manager, "get_base_client", loads.append)
+        monkeypatch.setattr(first.model_manager, "sampling_client", loads.append)
         for path, body in calls.items():
             assert Wire(first).http.post(path, json=body).status_code == 429, path
     assert not loads
