@@ -213,7 +213,8 @@ class Console:
         """
         self.close()
         rows = {
-            name: " -> ".join(map(_format_result, ends)) for name, ends in (results or {}).items()
+            name: " -> ".join("n/a" if value is None else format_score(value) for value in ends)
+            for name, ends in (results or {}).items()
         }
         rows |= {"time": format_duration(self._clock() - self._run_start), **(facts or {})}
         lines = [*remarks]
@@ -380,8 +381,3 @@ class Console:
                 border_style=colour,
             )
         )
-
-
-def _format_result(value: float | None) -> str:
-    """Return a result as text; n/a if unknown."""
-    return "n/a" if value is None else format_score(value)

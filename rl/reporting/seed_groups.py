@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
 from rl.config import CHANGEABLE_OPTIONS, CHANGEABLE_SETTINGS
@@ -75,7 +75,7 @@ def average_rows(
             name: [member.get(name) for member in members] for name in first
         }
         spreads = {
-            name: _measure_spread(values)
+            name: (fmean(values), stdev(values))
             for name, values in columns.items()
             if all(isinstance(value, (int, float)) for value in values)
         }
@@ -84,9 +84,3 @@ def average_rows(
             numbers = {name: mean + sign * sd for name, (mean, sd) in spreads.items()}
             rows.append({"step": step, "stage": key[0], **numbers})
     return averaged[0], averaged[1], averaged[2]
-
-
-def _measure_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a sample of at least two values."""
-    mean = sum(values) / len(values)
-    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))

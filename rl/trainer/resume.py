@@ -469,7 +469,8 @@ def check_changes(
     if names[0] != names[1]:
         changes = diff_configs(recorded, current, ignore=CHANGEABLE_OPTIONS, **default_sources)
         raise RunFolderError(_format_refusal(changes))
-    changeable = _list_changed_settings(run)
+    known = {key for item in run.stages for key in flatten_settings(item.settings)}
+    changeable = list_changed_settings(run.options.change, known)
     ended = [
         _restore_ended_stage(stage, saved["settings"])
         for stage, saved in zip(run.stages[:stage_index], recorded_stages, strict=False)
@@ -501,12 +502,6 @@ def check_changes(
         messages.append(f"changed in stages that have not begun: {'; '.join(later_changes)}")
     stages = (*ended, *run.stages[stage_index:])
     return ConfigChanges(replace(run, stages=stages), notes, messages)
-
-
-def _list_changed_settings(run: RunConfig) -> set[str]:
-    """Return the settings that --change of the run names."""
-    known = {key for stage in run.stages for key in flatten_settings(stage.settings)}
-    return list_changed_settings(run.options.change, known)
 
 
 def use_current_names(config: Mapping[str, Any], run: RunConfig) -> list[dict[str, Any]]:

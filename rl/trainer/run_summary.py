@@ -145,6 +145,8 @@ def print_summary(run: RunConfig, folder: Path, console: Console) -> None:
         remarks += [summary.describe_no_gain(), summary.describe_sharpening()]
     # `name` and `rows` are those of the last stage
     remarks.append(_describe_better_weights(folder, name, rows))
+    quoted_folder = shlex.quote(str(folder))
+    report = f"{format_script('report')} {quoted_folder}"
     console.end(
         f"{run.name}: done",
         results=results,
@@ -157,8 +159,8 @@ def print_summary(run: RunConfig, folder: Path, console: Console) -> None:
         remarks=[text for text in remarks if text is not None],
         commands=[
             *_usage_commands(run.stages, folder),
-            f"{format_script('plot')} {shlex.quote(str(folder))}",
-            _format_report_command(folder),
+            f"{format_script('plot')} {quoted_folder}",
+            report if has_plotly() else f"{report}  # needs: {install_command('report')}",
             _format_export_command(run.stages, folder),
         ],
     )
@@ -185,24 +187,18 @@ def _describe_better_weights(
     )
 
 
-def _format_report_command(folder: Path) -> str:
-    """Return the command that writes the page of the run, with what it needs if that is missing."""
-    command = f"{format_script('report')} {shlex.quote(str(folder))}"
-    return command if has_plotly() else f"{command}  # needs: {install_command('report')}"
-
-
 # what a distillation learns: label and metrics, the first that a stage has logged
-_DISTILLED = (
-    ("KL to teacher", TEACHER_KL),
-    ("cross-entropy to the teacher's answers", ("optim/ce",)),
-)
+_DISTILLED = {
+    "KL to teacher": TEACHER_KL,
+    "cross-entropy to the teacher's answers": ("optim/ce",),
+}
 
 
 def _measure_distillation(
     stage: str, rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[float, float]]:
     """Return the figure of a stage that learns from a teacher, at its first and last step."""
-    for label, names in _DISTILLED:
+    for label, names in _DISTILLED.items():
         values = [row[name] for row in rows for name in names if row.get(name) is not None]
         if values:
             return {f"{label}, first to last step, {stage}": (values[0], values[-1])}
