@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pvariance
-from typing import Any
 
+from rl.jsonl import Row
 from rl.rollout import max_or_nan
 
-Row = Mapping[str, Any]
 AlarmCheck = Callable[["MetricHistory"], str | None]
 
 KL = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")

@@ -37,6 +37,7 @@ from rl.errors import RankLost, RunFolderError
 from rl.jsonl import (
     METRICS_FILE,
     TEMPORARY,
+    Row,
     format_json_line,
     get_evaluation_step,
     get_rollout_step,
@@ -347,7 +348,7 @@ class Logbook:
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
 
-    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]], stage: str = "") -> None:
+    def write_rollouts(self, step: int, rows: Iterable[Row], stage: str = "") -> None:
         """Write the samples of `step`: every row as JSON, and an HTML page (keys: see
         `rl.reporting.rollout_html.render_page`).
 
@@ -382,7 +383,7 @@ class Logbook:
         self._run_optional("record of the update", write)
 
     def write_held_out_answers(
-        self, step: int, rows: Iterable[Mapping[str, Any]], stage: str, *, greedy: bool = False
+        self, step: int, rows: Iterable[Row], stage: str, *, greedy: bool = False
     ) -> None:
         """Write the held-out answers of an evaluation at `step`, as rows without tokens."""
         path = self.folder / ROLLOUTS / name_evaluation_file(stage, step, greedy=greedy)
@@ -390,16 +391,14 @@ class Logbook:
         if not greedy:
             self._trackers.log_table("held_out_answers", step, plain)
 
-    def _write_answers(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _write_answers(self, path: Path, rows: Iterable[Row]) -> list[dict[str, Any]]:
         """Write rows of samples, and return them as they are written."""
         path.parent.mkdir(exist_ok=True)
         plain = [replace_nonfinite(row) for row in rows]
         write_jsonl(path, plain)
         return plain
 
-    def _write_page(
-        self, page: Path, step: int, rows: Sequence[Mapping[str, Any]], title: str
-    ) -> None:
+    def _write_page(self, page: Path, step: int, rows: Sequence[Row], title: str) -> None:
         """Write the page, and link it with the previous page in both directions."""
         folder = page.parent
         earlier = max(
@@ -434,7 +433,7 @@ class Logbook:
                 )
             self._failed.add(label)
 
-    def add_checkpoint(self, row: Mapping[str, Any]) -> None:
+    def add_checkpoint(self, row: Row) -> None:
         """Add the row of a checkpoint: `name`, `batch` (its step), `state_path`, `sampler_path`. A
         row of the same name is replaced. Raises ValueError if `name` or `batch` is missing.
         """

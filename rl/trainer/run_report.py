@@ -27,7 +27,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from rl.algorithms import METHODS
 from rl.config import RunSettings, flatten_settings
 from rl.errors import RankLost, UserError, install_command
-from rl.jsonl import read_jsonl, write_atomically, write_jsonl
+from rl.jsonl import Row, read_jsonl, write_atomically, write_jsonl
 from rl.reporting import (
     CHECKPOINTS,
     LAUNCHES,
@@ -362,7 +362,7 @@ def _make_link(folder: Path, out: Path) -> str:
     return target.as_uri()
 
 
-def _describe_run(run: SavedRun, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_run(run: SavedRun, entry: Row) -> dict[str, Any]:
     """Return what the template shows of a run."""
     rows = run.curve.rows
     stages, checkpoints = run.config["stages"], list_checkpoints(run)

@@ -6,15 +6,14 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rl.algorithms import METHODS, RowEvaluator
 from rl.client import TrainingClient
 from rl.config import RunConfig, StageConfig
 from rl.errors import install_command
-from rl.jsonl import METRICS_FILE, read_metrics
+from rl.jsonl import METRICS_FILE, Row, read_metrics
 from rl.reporting import (
     REPORT,
     TEACHER_KL,
@@ -166,9 +165,7 @@ def print_summary(run: RunConfig, folder: Path, console: Console) -> None:
     )
 
 
-def _describe_better_weights(
-    folder: Path, stage: str, rows: Sequence[Mapping[str, Any]]
-) -> str | None:
+def _describe_better_weights(folder: Path, stage: str, rows: Sequence[Row]) -> str | None:
     """Return a remark if the last stage's best weights are of an earlier step than its last."""
     best = [row for row in read_checkpoint_list(folder) if row.get("kind") == "best"]
     if not best or best[-1]["stage"] != stage or not isinstance(best[-1].get("value"), float):
@@ -194,9 +191,7 @@ _DISTILLED = {
 }
 
 
-def _measure_distillation(
-    stage: str, rows: Sequence[Mapping[str, Any]]
-) -> dict[str, tuple[float, float]]:
+def _measure_distillation(stage: str, rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     """Return the figure of a stage that learns from a teacher, at its first and last step."""
     for label, names in _DISTILLED.items():
         values = [row[name] for row in rows for name in names if row.get(name) is not None]
