@@ -51,7 +51,7 @@ from rl.jsonl import (
 from rl.processes import LOCK
 from rl.reporting import metric_plots, rollout_html
 from rl.reporting.tracker_process import TRACKER_FILES, RunTrackers, WarningSink
-from rl.reporting.update_files import name_update_file, write_update_file
+from rl.reporting.update_files import write_update_file
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
 EVALUATIONS = "evaluations"  # a .json and a .md file for each evaluation by evaluate.py
@@ -355,7 +355,7 @@ class Logbook:
         `stage`: name of a later stage for the file names. Steps count from the start of the run, as
         in the metrics.
         """
-        path = self.folder / ROLLOUTS / f"step_{step:06d}{f'_{stage}' if stage else ''}.jsonl"
+        path = self._locate_rollouts(step, stage)
         plain = self._write_answers(path, rows)
         title = f"{self.folder.name}, step {step}" + (f" ({stage})" if stage else "")
         self._run_optional(
@@ -363,6 +363,10 @@ class Logbook:
             lambda: self._write_page(path.with_suffix(".html"), step, plain, title),
         )
         self._trackers.log_table("rollouts", step, plain)
+
+    def _locate_rollouts(self, step: int, stage: str) -> Path:
+        """Return the file of the samples of a step; `stage`: name of a later stage."""
+        return self.folder / ROLLOUTS / f"step_{step:06d}{f'_{stage}' if stage else ''}.jsonl"
 
     def write_update_record(
         self,
@@ -373,7 +377,7 @@ class Logbook:
         """Write the record of the update of `step` beside its samples: arrays and metadata, as
         `build` returns them (rl.trainer.batch_log). A failure never ends the run.
         """
-        path = self.folder / ROLLOUTS / name_update_file(stage, step)
+        path = self._locate_rollouts(step, stage).with_suffix(".update.safetensors")
 
         def write() -> None:
             record = build()

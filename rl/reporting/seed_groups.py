@@ -54,26 +54,25 @@ def _encode_settings(settings: Mapping[str, Any], ignored: Collection[str]) -> s
 
 def average_rows(
     runs: Sequence[Sequence[Mapping[str, Any]]], places: Sequence[Sequence[float]]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[list[dict[str, Any]], ...]:
     """Return rows of the mean over runs, and of the mean less and plus a standard deviation (of a
     sample: divided by the number of runs less 1).
 
     A value is averaged where every run has it at the step of the stage. `places`: the position of
     each row on the axis; "step" of an averaged row is the mean of the positions.
     """
-    tables: list[dict[tuple[str, float], dict[str, Any]]] = [{} for _ in runs]
-    for table, rows, positions in zip(tables, runs, places, strict=True):
+    tables = []
+    for rows, positions in zip(runs, places, strict=True):
+        table: dict[tuple[str, float], dict[str, Any]] = {}
         for row, position in zip(rows, positions, strict=True):
             merged = table.setdefault((row.get("stage", ""), row["step"]), {})
             merged.update({**row, "step": position})
+        tables.append(table)
     averaged: tuple[list[dict[str, Any]], ...] = ([], [], [])
     for key, first in tables[0].items():
-        members = [table[key] for table in tables if key in table]
-        if len(members) < len(tables):
+        if not all(key in table for table in tables):
             continue
-        columns: dict[str, list[Any]] = {
-            name: [member.get(name) for member in members] for name in first
-        }
+        columns = {name: [table[key].get(name) for table in tables] for name in first}
         spreads = {
             name: (fmean(values), stdev(values))
             for name, values in columns.items()
@@ -83,4 +82,4 @@ def average_rows(
         for rows, sign in zip(averaged, (0, -1, 1), strict=True):
             numbers = {name: mean + sign * sd for name, (mean, sd) in spreads.items()}
             rows.append({"step": step, "stage": key[0], **numbers})
-    return averaged[0], averaged[1], averaged[2]
+    return averaged

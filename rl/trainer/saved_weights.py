@@ -38,10 +38,10 @@ from rl.types.feature_table import check_features
 
 def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
     """Return the worker settings of the whole run. Raises UserError if those of stages differ."""
-    per_stage = []
-    for plan in stages:
-        settings = plan.settings
-        per_stage.append(make_worker_settings(settings.model, settings.sampling, settings.optim))
+    per_stage = [
+        make_worker_settings(item.model, item.sampling, item.optim)
+        for item in (plan.settings for plan in stages)
+    ]
     flows = [
         flow
         for plan in stages
