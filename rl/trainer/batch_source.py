@@ -140,7 +140,7 @@ class AsyncSource(BatchSource):
         self.pending: SamplingClient | None = None
         self._running_update: Future[PolicyUpdate] | None = None
         self._new_weights: SamplingClient | None = None
-        state, replay_log = trainer.in_flight, trainer.context.replay_log
+        state, replay_log = trainer.in_flight, trainer.replay_log
         assert replay_log is not None
         with ExitStack() as stack:
             event_log = replay_log.create_event_log(state["tick"] if state else 0, whole_stage=True)
@@ -163,7 +163,7 @@ class AsyncSource(BatchSource):
         self.engine.weights_arrived = lambda: None if self.pending is None else self.pending.ready
 
     def take_batch(self, number: int) -> TrainingBatch:
-        replay_log = self.trainer.context.replay_log
+        replay_log = self.trainer.replay_log
         assert replay_log is not None
         replay_log.batch = number
         while True:
@@ -271,7 +271,7 @@ def open_source(trainer: Trainer, sampler: SamplingClient | None) -> BatchSource
     """Return the source of a trainer's batches. `sampler` samples from the current weights; None
     if the stage never samples.
     """
-    flow = trainer.context.flow
+    flow = trainer.flow
     if not trainer.method.online:
         return RowSource(trainer, sampler)
     assert sampler is not None

@@ -204,7 +204,7 @@ def probe_reward(
     rows: Sequence[Problem],
     *,
     limit: int = PROBED_ROWS,
-    budget: float = 30.0,
+    budget: float,
     answer_format: str | None = None,
     tried: bool = False,
 ) -> RewardProbeResult:

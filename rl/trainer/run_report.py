@@ -514,8 +514,8 @@ class ReportWriter:
         console: Console,
         launch: Mapping[str, Any],
         *,
-        guard: Callable[[], None] = lambda: None,
-        exceeds_grace: Callable[[float], bool] = lambda seconds: False,
+        guard: Callable[[], None],
+        exceeds_grace: Callable[[float], bool],
     ):
         self.folder, self.console, self._launch = folder, console, launch
         self._earlier_launches: list[dict[str, Any]] | None = None

@@ -97,7 +97,7 @@ def list_method_addresses(stages: Sequence[StageConfig]) -> list[str]:
     return [stage.method for stage in stages if is_method_address(stage.method)]
 
 
-def check_method_code(address: str, source: str, trusted: bool = False) -> None:
+def check_method_code(address: str, source: str, trusted: bool) -> None:
     """Raise UserError if a method's code that a run's files name does not exist, or lies outside
     the current folder and is not trusted: opening the run would execute it.
     """
@@ -257,7 +257,7 @@ def open_weights(
     raise UserError(f"no folder {target}{_list_siblings(folder)}: give {expected}")
 
 
-def load_run(folder: Path, *, trusted: bool = False) -> RunConfig:
+def load_run(folder: Path, *, trusted: bool) -> RunConfig:
     """Return the settings of the run in a folder. Raises UserError if they name a method's code in
     another folder and it is not `trusted`.
     """

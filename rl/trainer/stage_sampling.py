@@ -182,9 +182,9 @@ class ReplayLog:
             file.write(format_json_line({"stage": self.stage, "batch": self.batch, **part, **row}))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class StageContext:
-    """Hold the constant inputs of a stage.
+    """Hold the inputs of a stage, which stay the same.
 
     `first_step` is the run's step count before the stage. `identity` is what the stage's
     checkpoints record of the run (see rl.trainer.resume).

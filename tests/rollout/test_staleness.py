@@ -209,13 +209,10 @@ class Loop:
         )
         self.loop = SimpleNamespace(batch_size=plan.size, steps=plan.steps)
         self.settings = SimpleNamespace(flow=flow)
-        self.context = SimpleNamespace(
-            replay_log=SimpleNamespace(
-                batch=0, create_event_log=lambda tick, whole_stage: EventLog(tick=tick)
-            ),
-            environment=None,
-            flow=SimpleNamespace(steps_off_policy=max(1, plan.bound)),
+        self.replay_log = SimpleNamespace(
+            batch=0, create_event_log=lambda tick, whole_stage: EventLog(tick=tick)
         )
+        self.flow = SimpleNamespace(steps_off_policy=max(1, plan.bound))
         self.in_flight, self.is_save_due, self.get_engine_state = state, plan.due, None
         checks = StageSampler(SimpleNamespace(settings=SimpleNamespace(), environment=None), None)
         self.stage_sampler = SimpleNamespace(
