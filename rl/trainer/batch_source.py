@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from rl.algorithms import StreamedStep
@@ -25,6 +24,9 @@ from rl.rollout import (
 from rl.seed import derive_seed
 from rl.trainer.trainer import Trainer, TrainingBatch
 from rl.types import Problem
+
+# metrics of an update, version of the new weights, and their client if they are being sent
+PolicyUpdate = tuple[dict[str, float], int, SamplingClient | None]
 
 
 class BatchSource(abc.ABC):
@@ -188,26 +190,28 @@ class AsyncSource(BatchSource):
         self._switch_to_pending()
         assert batch.rollouts is not None
         staleness = self.in_flight.metrics(batch.rollouts, self.learner_version)
-        self.learner_version, self._new_weights = result.version, result.new_weights
-        return result.metrics | staleness
+        metrics, self.learner_version, self._new_weights = result
+        return metrics | staleness
 
     def update_and_send(self, batch: TrainingBatch, pending: SamplingClient | None) -> PolicyUpdate:
-        """Train on a batch and begin to send the new weights.
+        """Train on a batch and begin to send the new weights. Return the update's metrics, the
+        version of the new weights, and their client. The client is None if sampler and learner
+        share their ranks: then the weights are synced between two slices.
 
         `pending` holds the weights of the previous update if they are still being sent; the new
         ones are sent after them.
         """
         trainer = self.trainer
         metrics, policy = super().update(batch), trainer.models.policy
-        result = PolicyUpdate(metrics, policy.version)
+        version, new_weights = policy.version, None
         if trainer.settings.flow.sampler_ranks:
             if pending is not None:
                 _ = pending.version  # waits for them
-            result.new_weights = policy.save_weights_and_get_sampling_client()
+            new_weights = policy.save_weights_and_get_sampling_client()
             if trainer.is_save_due(batch.number + 1):
                 # a checkpoint waits for them; sampling continues meanwhile
-                _ = result.new_weights.version
-        return result
+                _ = new_weights.version
+        return metrics, version, new_weights
 
     def sync_weights(self, number: int) -> SamplingClient:
         """Sync the weights after an update. New weights that are already being sent arrive in the
@@ -278,19 +282,6 @@ def open_source(trainer: Trainer, sampler: SamplingClient | None) -> BatchSource
     if flow.steps_off_policy:
         return AsyncSource(trainer, sampler)
     return (StreamedSource if flow.gradient_parts > 1 else SampleSource)(trainer, sampler)
-
-
-@dataclass
-class PolicyUpdate:
-    """Hold an update's metrics, the version of the new weights, and their client.
-
-    The client is None if sampler and learner share their ranks: then the weights are synced
-    between two slices.
-    """
-
-    metrics: dict[str, float]
-    version: int
-    new_weights: SamplingClient | None = None
 
 
 class InFlightGroups:

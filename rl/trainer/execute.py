@@ -85,8 +85,8 @@ from rl.trainer.stage_sampling import (
     check_replay,
     check_replay_sampler,
     list_replay_differences,
+    open_sample_scorers,
 )
-from rl.trainer.stage_scorers import open_sample_scorers
 from rl.trainer.trainer import Trainer, describe_nonfinite
 from rl.trainer.training_loop import train
 

@@ -273,7 +273,7 @@ def test_held_out_answers_have_the_temperature_asked_for(asked, expected):
     assert temperatures == (0.6, expected)
 
 
-def test_a_stage_keeps_no_garbage_and_closes_its_scorers_after_an_error(monkeypatch):
+def test_a_stage_keeps_no_garbage_and_closes_its_scorers_after_an_error(monkeypatch, tmp_path):
     """A reference cycle, as of a stage's models, is freed before objects are frozen."""
     cycles, closed = [], []
 
@@ -288,13 +288,14 @@ def test_a_stage_keeps_no_garbage_and_closes_its_scorers_after_an_error(monkeypa
     monkeypatch.setattr("rl.trainer.execute.train", fail)
     run = SimpleNamespace(
         finished=False,
+        position=SimpleNamespace(rows=()),
         create_trainer=create_trainer,
         sample_scorers=SimpleNamespace(close=lambda: closed.append(True)),
     )
     gc.disable()
     try:
         with pytest.raises(LookupError, match="free"):
-            RunState.train_stages(run, None, None)
+            RunState.train_stages(run, SimpleNamespace(folder=tmp_path), None)
     finally:
         gc.enable()
     assert closed == [True]
