@@ -218,7 +218,7 @@ class Loop:
         self.stage_sampler = SimpleNamespace(
             load_players=lambda batch: {},
             build_groups=self.build_groups,
-            start_engine=self.flow,
+            start_engine=self.start_engine,
             add_judgements=lambda rollouts: rollouts,
             check_rollouts=checks.check_rollouts,
         )
@@ -246,7 +246,7 @@ class Loop:
         return Client(self.done)
 
     @contextmanager
-    def flow(self, samplers, clock) -> Iterator[RolloutEngine]:
+    def start_engine(self, samplers, clock) -> Iterator[RolloutEngine]:
         waiters, self.stream = EnvExecutor(4), FakeStream(samplers[None], self.plan)
         yield RolloutEngine(
             {None: PlayerStream(self.stream, {"max_context": None})},
