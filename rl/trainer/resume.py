@@ -467,10 +467,11 @@ def check_changes(
     current = {**requested, "stages": requested_stages[started]}
     names = [[(s["name"], s["method"]) for s in c["stages"]] for c in (recorded, current)]
     if names[0] != names[1]:
-        changes = diff_configs(recorded, current, ignore=CHANGEABLE_OPTIONS, **default_sources)
-        raise RunFolderError(_format_refusal(changes))
-    known = {key for item in run.stages for key in flatten_settings(item.settings)}
+        refused = diff_configs(recorded, current, ignore=CHANGEABLE_OPTIONS, **default_sources)
+        raise RunFolderError(_format_refusal(refused))
+    known = {key for item in requested_stages for key in item["settings"]}
     changeable = list_changed_settings(run.options.change, known)
+    allowed = {*CHANGEABLE_SETTINGS, "steps", *changeable}
     ended = [
         _restore_ended_stage(stage, saved["settings"])
         for stage, saved in zip(run.stages[:stage_index], recorded_stages, strict=False)
@@ -480,7 +481,7 @@ def check_changes(
     notes = [
         {"step": step, "stage": stage.name, "setting": key, "from": old_value, "to": value}
         for key, (old_value, value) in changed.items()
-        if key in (*CHANGEABLE_SETTINGS, "steps") or key in changeable
+        if key in allowed
     ]
     # no steps can be added to a stage that has ended
     refused = [
@@ -488,8 +489,8 @@ def check_changes(
         for a, b in zip(recorded_stages[:stage_index], requested_stages[:stage_index], strict=True)
         if (was := a["settings"].get("steps")) != (now := b["settings"].get("steps"))
     ]
-    changeable_keys = (*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS, "steps", *changeable)
-    refused += diff_configs(recorded, current, ignore=changeable_keys, **default_sources)
+    ignored = {*CHANGEABLE_OPTIONS, *allowed}
+    refused += diff_configs(recorded, current, ignore=ignored, **default_sources)
     if refused:
         raise RunFolderError(_format_refusal(refused))
     messages = _describe_changes(notes, stage, saved_settings, done)
