@@ -489,8 +489,9 @@ def check_changes(
         for a, b in zip(recorded_stages[:stage_index], requested_stages[:stage_index], strict=True)
         if (was := a["settings"].get("steps")) != (now := b["settings"].get("steps"))
     ]
-    ignored = {*CHANGEABLE_OPTIONS, *allowed}
-    refused += diff_configs(recorded, current, ignore=ignored, **default_sources)
+    refused += diff_configs(
+        recorded, current, ignore={*CHANGEABLE_OPTIONS, *allowed}, **default_sources
+    )
     if refused:
         raise RunFolderError(_format_refusal(refused))
     messages = _describe_changes(notes, stage, saved_settings, done)
@@ -501,8 +502,8 @@ def check_changes(
     )
     if later_changes:
         messages.append(f"changed in stages that have not begun: {'; '.join(later_changes)}")
-    stages = (*ended, *run.stages[stage_index:])
-    return ConfigChanges(replace(run, stages=stages), notes, messages)
+    run = replace(run, stages=(*ended, *run.stages[stage_index:]))
+    return ConfigChanges(run, notes, messages)
 
 
 def use_current_names(config: Mapping[str, Any], run: RunConfig) -> list[dict[str, Any]]:
