@@ -461,10 +461,10 @@ def check_changes(
     """
     # sources of the defaults of settings that an older config.json lacks
     default_sources: dict[str, Any] = {"methods": METHODS, "options": RunSettings}
-    requested, started = resolve_config(run), slice(stage_index + 1)
+    requested = resolve_config(run)
     recorded_stages, requested_stages = use_current_names(config, run), requested["stages"]
-    recorded = {**config, "stages": recorded_stages[started]}
-    current = {**requested, "stages": requested_stages[started]}
+    recorded = {**config, "stages": recorded_stages[: stage_index + 1]}
+    current = {**requested, "stages": requested_stages[: stage_index + 1]}
     names = [[(s["name"], s["method"]) for s in c["stages"]] for c in (recorded, current)]
     if names[0] != names[1]:
         refused = diff_configs(recorded, current, ignore=CHANGEABLE_OPTIONS, **default_sources)
