@@ -165,5 +165,6 @@ def diff_configs(
     for old, new in zip(old_stages, new_stages, strict=True):
         prefix = f"stage {old['name']}: " if len(old_stages) > 1 else ""
         method = None if methods is None else methods.get(new["method"])
-        compare(prefix, old["settings"], new["settings"], method and method.Settings)
+        cls = None if method is None else method.Settings
+        compare(prefix, old["settings"], new["settings"], cls)
     return lines

@@ -29,6 +29,12 @@ class RunFollower:
     def __init__(self, folder: Path, label: str | None = None):
         self.folder = folder
         self.label = sanitize_name(label or folder.resolve().name)
+        self.rows: list[dict[str, Any]]
+        self.alarms: list[dict[str, Any]]  # periods, as `collect_alarms` returns them
+        self.evaluations: list[dict[str, Any]]  # first and last row with held-out metrics
+        self._offset: int
+        self._identity: int  # inode of metrics.jsonl
+        self._rest: bytes  # of an unfinished line
         self._drop_rows()
         self.stages: list[tuple[str, int]] = []  # name and steps of each stage
         self.answers: list[dict[str, Any]] = []
@@ -96,10 +102,7 @@ class RunFollower:
 
     def _drop_rows(self) -> None:
         """Drop what was read of metrics.jsonl."""
-        self.rows: list[dict[str, Any]] = []
-        self.alarms: list[dict[str, Any]] = []  # periods, as `collect_alarms` returns them
-        self.evaluations: list[dict[str, Any]] = []  # first and last row with held-out metrics
-        # inode of metrics.jsonl, and the bytes of an unfinished line
+        self.rows, self.alarms, self.evaluations = [], [], []
         self._offset, self._identity, self._rest = 0, 0, b""
 
     def _read_answers(self) -> None:

@@ -72,7 +72,9 @@ def average_rows(
     for key, first in tables[0].items():
         if not all(key in table for table in tables):
             continue
-        columns = {name: [table[key].get(name) for table in tables] for name in first}
+        columns: dict[str, list[Any]] = {
+            name: [table[key].get(name) for table in tables] for name in first
+        }
         spreads = {
             name: (fmean(values), stdev(values))
             for name, values in columns.items()
