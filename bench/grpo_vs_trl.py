@@ -146,7 +146,6 @@ def run_whetstone(args: argparse.Namespace, turns: BlockReporter) -> None:
     from rl.trainer.saved_weights import collect_worker_settings
     from rl.trainer.stage_data import prepare_stage
     from rl.trainer.stage_models import make_policy
-    from rl.trainer.stage_sampling import StageContext
     from rl.trainer.trainer import Trainer
     from rl.trainer.training_loop import train
 
@@ -171,12 +170,13 @@ def run_whetstone(args: argparse.Namespace, turns: BlockReporter) -> None:
         policy = make_policy(service, plan.settings.model, None, None, SEED)
         turns.save = lambda step: policy.save_weights_for_sampler(f"step-{step}").result().path
         unused: dict[str, Any] = dict(logbook=None, console=None, checkpoints=None)
-        context = StageContext(
+        trainer = TimedTrainer(
             name="grpo", index=0, method=METHODS["grpo"](plan.settings), models=Models(policy),
             problems=prepared.problems, test_problems=None, renderer=make_renderer(policy, None),
-            scorer=prepared.scorer, run_seed=SEED, first_step=0, **unused,
+            scorer=prepared.scorer, run_seed=SEED, first_step=0,
+            stop_request=StopRequest(), **unused,
         )  # fmt: skip
-        train(TimedTrainer(context, stop_request=StopRequest()))
+        train(trainer)
 
 
 def run_trl(args: argparse.Namespace, turns: BlockReporter) -> None:

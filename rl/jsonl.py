@@ -16,6 +16,7 @@ import numpy as np
 
 from rl.errors import UserError
 
+Row = Mapping[str, Any]  # of a file of JSON lines: metrics, samples, checkpoints
 METRICS_FILE = "metrics.jsonl"
 TEMPORARY = ".tmp"  # ends the names of files that are being written
 # held-out answers: <stage>-eval-<step>.jsonl, greedy ones <stage>-eval-greedy-<step>.jsonl
@@ -89,7 +90,7 @@ def replace_nonfinite(value: Any) -> Any:
     return number if math.isfinite(number) else None
 
 
-def format_json_line(row: Mapping[str, Any]) -> str:
+def format_json_line(row: Row) -> str:
     """Return a line of strict JSON, with keys in their order.
 
     Half of a surrogate pair, which UTF-8 cannot encode, is written as a JSON escape. Raises
@@ -103,7 +104,7 @@ def format_json_line(row: Mapping[str, Any]) -> str:
     )
 
 
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[Row]) -> None:
     """Replace a .jsonl file atomically. Raises ValueError for NaN and infinity."""
     write_atomically(path, "".join(map(format_json_line, rows)))
 

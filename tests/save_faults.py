@@ -66,7 +66,8 @@ def save(worker, folder: Path, step: int) -> None:
     with open(os.devnull, "w"):
         logbook = Logbook(folder, resume_step=step - 1)
     logbook.log(step, {"stage": "grpo", "value": step})
-    CheckpointManager(logbook).save(
+    known = [row for row in read_jsonl(folder / CHECKPOINTS) if row["batch"] < step]
+    CheckpointManager(logbook, known).save(
         Policy(worker, folder), step, "grpo", {"first_step": 0, "next_batch": step}, keep_last=1
     )
     logbook._metrics.close()  # not close(), which draws curves
@@ -140,7 +141,8 @@ def resume(worker, folder: Path, whole: dict[int, dict]) -> int:
     )
     here = rows.index(result[0])
     remove_damaged_checkpoints(folder, ResumePoint(stale=rows[here + 1 :]))
-    logbook = Logbook(folder, resume_step=step, checkpoints=rows[: here + 1])
+    logbook = Logbook(folder, resume_step=step)
+    CheckpointManager(logbook, rows[: here + 1])
     logbook._metrics.close()
     if step == 1:
         save(worker, folder, 2)

@@ -138,7 +138,7 @@ _FORMER_VALUES = {
 }
 
 
-def current_name(key: str, known: Collection[str] = ()) -> str:
+def current_name(key: str, known: Collection[str]) -> str:
     """Return the current name of a setting, or `key` itself if it is not a former name.
 
     `key` may begin with a stage ("grpo.kl_in"). Settings of an environment or of a chat template

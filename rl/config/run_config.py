@@ -150,10 +150,8 @@ def diff_configs(
             if key in ignore or (key in old and key in new and old[key] == new[key]):
                 continue
             before, after = (
-                format_value(settings[key])
-                if key in settings and settings[key] is not None
-                else "(not set)"
-                for settings in (old, new)
+                "(not set)" if table.get(key) is None else format_value(table[key])
+                for table in (old, new)
             )
             lines.append(f"{prefix}{key} {before} -> {after}")
 
@@ -165,12 +163,8 @@ def diff_configs(
     if old_names != new_names:
         return [*lines, f"stages {', '.join(old_names)} -> {', '.join(new_names)}"]
     for old, new in zip(old_stages, new_stages, strict=True):
+        prefix = f"stage {old['name']}: " if len(old_stages) > 1 else ""
         method = None if methods is None else methods.get(new["method"])
         cls = None if method is None else method.Settings
-        compare(
-            f"stage {old['name']}: " if len(old_stages) > 1 else "",
-            old["settings"],
-            new["settings"],
-            cls,
-        )
+        compare(prefix, old["settings"], new["settings"], cls)
     return lines

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pvariance
-from typing import Any
 
+from rl.jsonl import Row
 from rl.rollout import max_or_nan
 
-Row = Mapping[str, Any]
 AlarmCheck = Callable[["MetricHistory"], str | None]
 
 KL = ("optim/kl_sample_train_v1", "optim/kl_sample_train_v2")
@@ -79,30 +78,6 @@ def read_column(rows: Iterable[Row], name: str) -> list[float]:
     return [read_metric(row, name) for row in rows]
 
 
-class FirstAndLast:
-    """Keep a metric's first and last `count` values. Rows without the metric (NaN) do not count."""
-
-    def __init__(self, count: int):
-        self._first: list[float] = []
-        self._last: deque[float] = deque(maxlen=count)
-        self._num_values, self._count = 0, count
-
-    def add(self, value: float) -> None:
-        """Add a value, unless it is NaN."""
-        if math.isnan(value):
-            return
-        if self._num_values < self._count:
-            self._first.append(value)
-        self._last.append(value)
-        self._num_values += 1
-
-    def windows(self) -> tuple[list[float], list[float]] | None:
-        """Return the first and the last `count` values; None until they do not overlap (2 * `count`
-        values).
-        """
-        return (self._first, list(self._last)) if self._num_values >= 2 * self._count else None
-
-
 class MetricHistory:
     """Summarize a stage's rows: the last five rows, the first and last values of trends, the range
     of rewards. Its space and its time for a row do not grow with the number of rows.
@@ -112,7 +87,10 @@ class MetricHistory:
         self.last_rows: deque[Row] = deque(maxlen=LEVEL_BATCHES)
         self.first_mixed: list[float] = []  # share of mixed groups in each of the first five rows
         self.lowest = self.highest = math.nan  # lowest and highest reward of any answer
-        self._trends = {name: FirstAndLast(count) for name, count in _TREND_LENGTHS.items()}
+        # first and last values of each trend, without NaN
+        self._trends: dict[str, tuple[list[float], deque[float]]] = {
+            name: ([], deque(maxlen=count)) for name, count in _TREND_LENGTHS.items()
+        }
 
     def add(self, row: Row) -> None:
         """Add a row."""
@@ -124,8 +102,11 @@ class MetricHistory:
         self.last_rows.append(row)
         if len(self.first_mixed) < LEVEL_BATCHES:
             self.first_mixed.append(read_metric(row, MIXED))
-        for name, ends in self._trends.items():
-            ends.add(read_metric(row, name))
+        for name, (first, last) in self._trends.items():
+            if not math.isnan(value := read_metric(row, name)):
+                last.append(value)
+                if len(first) < 2 * _TREND_LENGTHS[name]:
+                    first.append(value)
 
     @property
     def newest(self) -> Row:
@@ -141,8 +122,9 @@ class MetricHistory:
         return list(self.last_rows)[-count:]
 
     def trend_windows(self, name: str) -> tuple[list[float], list[float]] | None:
-        """Return the first and the last values of a trend; None until there are enough."""
-        return self._trends[name].windows()
+        """Return the first and the last values of a trend; None until they do not overlap."""
+        (first, last), count = self._trends[name], _TREND_LENGTHS[name]
+        return (first[:count], list(last)) if len(first) >= 2 * count else None
 
 
 def rises_significantly(first: Sequence[float], last: Sequence[float]) -> bool:

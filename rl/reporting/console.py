@@ -47,7 +47,7 @@ _HELD_OUT: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("token accuracy", (TOKEN_ACCURACY,), ()),
 )
 _BAR_COLUMNS = 7  # of a terminal line: the shortest bar, and spaces between the columns
-_LINES_PER_STAGE = 25  # maximum number of plain lines of a stage, unless `every` is set
+_LINES_PER_STAGE = 25  # maximum number of plain lines of a stage
 
 
 def format_duration(seconds: float) -> str:
@@ -69,14 +69,14 @@ def format_count(count: float) -> str:
     return f"{count:.3g}"
 
 
-def round_interval(total: int, lines: int = _LINES_PER_STAGE) -> int:
-    """Return the smallest of 1, 2, 5, 10, 20, 50, ... steps that makes at most `lines` lines of
-    `total` steps.
+def round_interval(total: int) -> int:
+    """Return the smallest of 1, 2, 5, 10, 20, 50, ... steps that makes at most _LINES_PER_STAGE
+    lines of `total` steps.
     """
     scale = 1
     while True:
         for interval in (scale, 2 * scale, 5 * scale):
-            if total <= interval * lines:
+            if total <= interval * _LINES_PER_STAGE:
                 return interval
         scale *= 10
 
@@ -152,15 +152,12 @@ def format_held_out(metrics: Mapping[str, Any]) -> str:
 
 
 class Console:
-    """Print all output of a run. `every`: plain lines appear every that many steps. Close it (or
-    use `with`) at the end.
-    """
+    """Print all output of a run. Close it (or use `with`) at the end."""
 
     def __init__(
         self,
         *,
         quiet: bool = False,
-        every: int | None = None,
         stream: IO[str] | None = None,
         terminal: bool | None = None,
         width: int | None = None,
@@ -171,7 +168,6 @@ class Console:
         dumb = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
         self._fancy = (self._stream.isatty() and not dumb) if terminal is None else terminal
         self._quiet = quiet
-        self._every = every
         self._clock = clock
         self._rich = RichConsole(
             file=self._stream,
@@ -213,7 +209,8 @@ class Console:
         """
         self.close()
         rows = {
-            name: " -> ".join(map(_format_result, ends)) for name, ends in (results or {}).items()
+            name: " -> ".join("n/a" if value is None else format_score(value) for value in ends)
+            for name, ends in (results or {}).items()
         }
         rows |= {"time": format_duration(self._clock() - self._run_start), **(facts or {})}
         lines = [*remarks]
@@ -275,7 +272,7 @@ class Console:
 
     def _is_due(self, done: int) -> bool:
         """Return whether step `done` of the stage gets a plain line."""
-        every = self._every or round_interval(self._total)
+        every = round_interval(self._total)
         return (
             done >= self._total
             or done // every > self._last_done // every
@@ -380,8 +377,3 @@ class Console:
                 border_style=colour,
             )
         )
-
-
-def _format_result(value: float | None) -> str:
-    """Return a result as text; n/a if unknown."""
-    return "n/a" if value is None else format_score(value)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from rl.jsonl import Row
 from rl.reporting.metric_plots import (
     EVALUATION_TIMES,
     PlotPanel,
@@ -96,7 +97,7 @@ def collect_series(
     return series
 
 
-def collect_alarms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def collect_alarms(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return each period in which an alarm was on: `name`, `first` and `last` step."""
     periods: list[dict[str, Any]] = []
     active: dict[str, dict[str, Any]] = {}
@@ -113,7 +114,7 @@ def collect_alarms(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return periods
 
 
-def collect_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def collect_times(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the mean seconds of the parts of a step, in at most 60 bins of steps.
 
     `steps` has the first step of each bin, `parts` the mean seconds of each part per step, and
@@ -134,7 +135,7 @@ def collect_times(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"steps": [trained[i]["step"] for i in starts], "parts": parts, "total": totals}
 
 
-def split_time(row: Mapping[str, Any]) -> dict[str, float]:
+def split_time(row: Row) -> dict[str, float]:
     """Return the seconds of the parts of a step by label.
 
     Parts that overlap with the update (asynchronous rollouts) can exceed the step; then no rest

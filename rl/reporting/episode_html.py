@@ -14,6 +14,8 @@ from typing import Any
 # Upper ends of the bands by which the pages colour tokens (templates/tokens.css), the last band has
 # none: a token's probability, its entropy in nats, and the ratio of its probabilities at the update
 # and at sampling.
+from rl.jsonl import Row
+
 TOKEN_BANDS = {
     "p": (0.01, 0.05, 0.2, 0.5, 0.8),
     "e": (0.1, 0.3, 0.7, 1.2, 2.0),
@@ -38,7 +40,7 @@ def _name_band(kind: str, value: float) -> str:
     return f"{kind}{bisect_right(TOKEN_BANDS[kind], value)}"
 
 
-def list_tokens(row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def list_tokens(row: Row) -> list[tuple[str, str, str]]:
     """Return (classes, hover text, text) of each token of a response: the probability band and the
     sign of the advantage, and the bands of its entropy and ratio if the row has `entropies` and
     `ratios`.
@@ -77,12 +79,12 @@ def format_metrics(metrics: Any) -> list[str]:
     ]
 
 
-def list_mappings(items: Any) -> list[Mapping[str, Any]]:
+def list_mappings(items: Any) -> list[Row]:
     """Return the items of a list that are mappings, which messages and calls must be."""
     return [item for item in items or () if isinstance(item, Mapping)]
 
 
-def describe_message(entry: Mapping[str, Any]) -> dict[str, Any]:
+def describe_message(entry: Row) -> dict[str, Any]:
     """Return a message that the model did not sample: its role, its text, and `summary` if it is
     folded. Long messages, system messages and tool results are folded.
     """
@@ -130,7 +132,7 @@ class StoredEpisode:
     for a single answer to a prompt.
     """
 
-    def __init__(self, row: Mapping[str, Any]):
+    def __init__(self, row: Row):
         self.row, self.turns = row, _collect_turns(row)
 
     @property
@@ -149,7 +151,7 @@ class StoredEpisode:
         return len(self.turns) > 1 or bool(self.turns and self.turns[0].get("tool_calls"))
 
     @property
-    def answers(self) -> list[Mapping[str, Any]]:
+    def answers(self) -> list[Row]:
         """Return what has the sampled tokens: the turns if there are several, else the row."""
         return [*self.turns] if len(self.turns) > 1 else [self.row]
 
@@ -178,9 +180,7 @@ class StoredEpisode:
         ]
         return {"turns": described, "heads": heads if len(seats) > 1 else []}
 
-    def _describe_turn(
-        self, turn: Mapping[str, Any], messages: list[Mapping[str, Any]]
-    ) -> dict[str, Any]:
+    def _describe_turn(self, turn: Row, messages: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a turn with the preceding messages, its tokens and its tool calls to show."""
         from_other_seat = turn.get("sampled") is False  # shown in grey
         written = {"advantage": self.row.get("advantage"), **turn}
@@ -199,7 +199,7 @@ class StoredEpisode:
         }
 
 
-def _collect_turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _collect_turns(row: Row) -> list[dict[str, Any]]:
     """Return an episode's turns, each with the `messages` that precede it.
 
     Accepts rows with an entry for each message ("sampled": False for messages that the model did

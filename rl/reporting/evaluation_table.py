@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import UserError
+from rl.jsonl import Row
 from rl.reporting.logbook import EVALUATIONS
 from rl.reporting.paired_comparison import PairedComparison, average_by_problem, compare_paired
 from rl.sanitize import sanitize_text
@@ -49,7 +50,7 @@ def make_table_rows(
     ]
 
 
-def format_cells(row: Mapping[str, Any]) -> list[str]:
+def format_cells(row: Row) -> list[str]:
     """Return the cells of a row as text, in the order of `TABLE_COLUMNS`."""
     values = [row.get(column) for column in TABLE_COLUMNS]
     return [
@@ -60,7 +61,7 @@ def format_cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def format_markdown(rows: Iterable[Mapping[str, Any]]) -> str:
+def format_markdown(rows: Iterable[Row]) -> str:
     """Return a table of Markdown."""
     titles = [column.replace("_", " ") for column in TABLE_COLUMNS]
     lines = [titles, ["---"] * 2 + ["---:"] * (len(TABLE_COLUMNS) - 2), *map(format_cells, rows)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.errors import UserError, install_command
+from rl.jsonl import Row
 from rl.reporting.episode_html import TOKEN_BANDS, StoredEpisode
 from rl.sanitize import sanitize_text
 
@@ -73,7 +74,7 @@ def render_template(name: str, **context: Any) -> str:
     return _make_environment().get_template(name).render(context)
 
 
-def render_turns(row: Mapping[str, Any]) -> str:
+def render_turns(row: Row) -> str:
     """Return the turns of an episode as HTML."""
     parts = _make_environment().get_template("episode.html").module
     return parts.turns(StoredEpisode(row).describe())

@@ -37,6 +37,7 @@ from rl.errors import RankLost, RunFolderError
 from rl.jsonl import (
     METRICS_FILE,
     TEMPORARY,
+    Row,
     format_json_line,
     get_evaluation_step,
     get_rollout_step,
@@ -50,7 +51,7 @@ from rl.jsonl import (
 from rl.processes import LOCK
 from rl.reporting import metric_plots, rollout_html
 from rl.reporting.tracker_process import TRACKER_FILES, RunTrackers, WarningSink
-from rl.reporting.update_files import name_update_file, write_update_file
+from rl.reporting.update_files import write_update_file
 
 CHECKPOINTS, CONFIG, ROLLOUTS, CURVES = "checkpoints.jsonl", "config.json", "rollouts", "curves.png"
 EVALUATIONS = "evaluations"  # a .json and a .md file for each evaluation by evaluate.py
@@ -255,10 +256,9 @@ class Logbook:
 
     `resume_step`: step of the checkpoint that the run continues from. All later rows are removed,
     so that the files end up equal to those of an uninterrupted run (except times). Without
-    `resume_step`, a folder with metrics raises RunFolderError. `checkpoints`: the checkpoints of a
-    resumed run (see rl.trainer.checkpoint_manager); by default the rows of checkpoints.jsonl up to
-    that step. `guard` raises if the folder no longer belongs to this process. `trackers`: names of
-    trackers to log to as well, in the project `tracker_project`.
+    `resume_step`, a folder with metrics raises RunFolderError. `guard` raises if the folder no
+    longer belongs to this process. `trackers`: names of trackers to log to as well, in the project
+    `tracker_project`.
     """
 
     def __init__(
@@ -270,21 +270,17 @@ class Logbook:
         tracker_project: str = "whetstone",
         config: Mapping[str, Any] | None = None,
         console: WarningSink | None = None,
-        checkpoints: Sequence[Mapping[str, Any]] | None = None,
         guard: Callable[[], None] = lambda: None,
     ):
-        self.folder = folder
-        self.console = console
-        self._guard = guard
+        self.folder, self.console, self.guard = folder, console, guard
         self._last_step = -1
         self._failed: set[str] = set()
-        self._checkpoints: list[dict[str, Any]] = []
         folder.mkdir(parents=True, exist_ok=True)
         for path in (*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"{ROLLOUTS}/*{TEMPORARY}")):
             if _TEMPORARY_NAME.fullmatch(path.name):  # of a launch that was killed
                 path.unlink(missing_ok=True)
         if resume_step is not None:
-            self._remove_later_rows(resume_step, checkpoints)
+            self._remove_later_rows(resume_step)
         elif (folder / METRICS_FILE).exists() or (folder / CHECKPOINTS).exists():
             raise RunFolderError(
                 f"{folder} has metrics or checkpoints already: resume that run, or use another "
@@ -301,22 +297,13 @@ class Logbook:
         # errors="replace": a metric's name may be arbitrary text of a data row
         self._metrics = (folder / METRICS_FILE).open("a", encoding="utf-8", errors="replace")
 
-    def _remove_later_rows(
-        self, resume_step: int, checkpoints: Sequence[Mapping[str, Any]] | None
-    ) -> None:
-        """Remove metrics, checkpoints and rollouts after step `resume_step`."""
+    def _remove_later_rows(self, resume_step: int) -> None:
+        """Remove metrics and rollouts after step `resume_step`."""
         rows = [
             row for row in read_metrics(self.folder / METRICS_FILE) if row["step"] <= resume_step
         ]
         write_jsonl(self.folder / METRICS_FILE, rows)
         self._last_step = max((row["step"] for row in rows), default=-1)
-        if checkpoints is None:
-            checkpoints = [
-                row for row in read_jsonl(self.folder / CHECKPOINTS) if row["batch"] <= resume_step
-            ]
-        self._checkpoints = [dict(row) for row in checkpoints]
-        if (self.folder / CHECKPOINTS).exists() or self._checkpoints:
-            self._write_checkpoints()
         for path in (self.folder / ROLLOUTS).glob("*"):
             steps = (get_rollout_step(path.name), get_evaluation_step(path.name))
             if any(step is not None and step > resume_step for step in steps):
@@ -326,7 +313,7 @@ class Logbook:
         """Append a row of metrics. Values are numbers (NaN and infinity become null) or short texts
         such as "stage". Raises ValueError if `step` is lower than the last step.
         """
-        self._guard()
+        self.guard()
         if step < self._last_step:
             raise ValueError(
                 f"step {step} after step {self._last_step}: steps must not decrease, over all "
@@ -343,18 +330,18 @@ class Logbook:
 
     def sync(self) -> None:
         """Flush the metrics to disk, so that a checkpoint may rely on them."""
-        self._guard()
+        self.guard()
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
 
-    def write_rollouts(self, step: int, rows: Iterable[Mapping[str, Any]], stage: str = "") -> None:
+    def write_rollouts(self, step: int, rows: Iterable[Row], stage: str = "") -> None:
         """Write the samples of `step`: every row as JSON, and an HTML page (keys: see
         `rl.reporting.rollout_html.render_page`).
 
         `stage`: name of a later stage for the file names. Steps count from the start of the run, as
         in the metrics.
         """
-        path = self.folder / ROLLOUTS / f"step_{step:06d}{f'_{stage}' if stage else ''}.jsonl"
+        path = self._locate_rollouts(step, stage)
         plain = self._write_answers(path, rows)
         title = f"{self.folder.name}, step {step}" + (f" ({stage})" if stage else "")
         self._run_optional(
@@ -362,6 +349,10 @@ class Logbook:
             lambda: self._write_page(path.with_suffix(".html"), step, plain, title),
         )
         self._trackers.log_table("rollouts", step, plain)
+
+    def _locate_rollouts(self, step: int, stage: str) -> Path:
+        """Return the file of the samples of a step; `stage`: name of a later stage."""
+        return self.folder / ROLLOUTS / f"step_{step:06d}{f'_{stage}' if stage else ''}.jsonl"
 
     def write_update_record(
         self,
@@ -372,7 +363,7 @@ class Logbook:
         """Write the record of the update of `step` beside its samples: arrays and metadata, as
         `build` returns them (rl.trainer.batch_log). A failure never ends the run.
         """
-        path = self.folder / ROLLOUTS / name_update_file(stage, step)
+        path = self._locate_rollouts(step, stage).with_suffix(".update.safetensors")
 
         def write() -> None:
             record = build()
@@ -382,7 +373,7 @@ class Logbook:
         self._run_optional("record of the update", write)
 
     def write_held_out_answers(
-        self, step: int, rows: Iterable[Mapping[str, Any]], stage: str, *, greedy: bool = False
+        self, step: int, rows: Iterable[Row], stage: str, *, greedy: bool = False
     ) -> None:
         """Write the held-out answers of an evaluation at `step`, as rows without tokens."""
         path = self.folder / ROLLOUTS / name_evaluation_file(stage, step, greedy=greedy)
@@ -390,16 +381,14 @@ class Logbook:
         if not greedy:
             self._trackers.log_table("held_out_answers", step, plain)
 
-    def _write_answers(self, path: Path, rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _write_answers(self, path: Path, rows: Iterable[Row]) -> list[dict[str, Any]]:
         """Write rows of samples, and return them as they are written."""
         path.parent.mkdir(exist_ok=True)
         plain = [replace_nonfinite(row) for row in rows]
         write_jsonl(path, plain)
         return plain
 
-    def _write_page(
-        self, page: Path, step: int, rows: Sequence[Mapping[str, Any]], title: str
-    ) -> None:
+    def _write_page(self, page: Path, step: int, rows: Sequence[Row], title: str) -> None:
         """Write the page, and link it with the previous page in both directions."""
         folder = page.parent
         earlier = max(
@@ -433,35 +422,6 @@ class Logbook:
                     f"no {label} ({type(error).__name__}: {error}); the run continues without it"
                 )
             self._failed.add(label)
-
-    def add_checkpoint(self, row: Mapping[str, Any]) -> None:
-        """Add the row of a checkpoint: `name`, `batch` (its step), `state_path`, `sampler_path`. A
-        row of the same name is replaced. Raises ValueError if `name` or `batch` is missing.
-        """
-        missing = [key for key in ("name", "batch") if key not in row]
-        if missing:
-            raise ValueError(f"a checkpoint row needs {missing}, got {sorted(row)}")
-        self._guard()
-        self._checkpoints = [
-            saved for saved in self._checkpoints if saved["name"] != row["name"]
-        ] + [replace_nonfinite(row)]
-        self._write_checkpoints()
-
-    def remove_checkpoint(self, name: str) -> None:
-        """Remove a checkpoint's row, before its folder is removed."""
-        self._guard()
-        self._checkpoints = [row for row in self._checkpoints if row["name"] != name]
-        self._write_checkpoints()
-
-    def checkpoints(self) -> list[dict[str, Any]]:
-        """Return the checkpoints added so far, oldest first. The list is kept in memory: the file
-        may have been changed since it was written.
-        """
-        return list(self._checkpoints)
-
-    def _write_checkpoints(self) -> None:
-        """Write checkpoints.jsonl atomically."""
-        write_jsonl(self.folder / CHECKPOINTS, self._checkpoints)
 
     def close(self, *, draw: bool = True) -> None:
         """Close the files and draw the curves if `draw`. Calling it again has no effect."""

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from rl.errors import UserError
-from rl.jsonl import METRICS_FILE, read_metrics, write_atomically
+from rl.jsonl import METRICS_FILE, Row, read_metrics, write_atomically
 from rl.reporting.seed_groups import average_rows, flatten_config, group_by_settings
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def round_number(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def collect_axes(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+def collect_axes(rows: Sequence[Row]) -> dict[str, list[float]]:
     """Return the position of each row on three axes: step, tokens and hours.
 
     Tokens are those that `time/tokens_per_second` counts (sampled, otherwise trained). Hours are

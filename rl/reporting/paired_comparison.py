@@ -8,15 +8,15 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any
 
+from rl.jsonl import Row
 from rl.reporting.episode_html import StoredEpisode
 
 _NORMAL_95 = 1.96  # the 97.5% quantile of the standard normal distribution
 _FEW_PROBLEMS = 30  # below it the normal interval is rough
 
 
-def make_problem_key(row: Mapping[str, Any]) -> str:
+def make_problem_key(row: Row) -> str:
     """Return a text that is equal for two rows of the same problem: data set, number and prompt.
 
     The prompt of an episode of several turns is what precedes its first turn.
@@ -26,7 +26,7 @@ def make_problem_key(row: Mapping[str, Any]) -> str:
     return json.dumps([row.get("tag"), row.get("problem"), prompt], default=str)
 
 
-def score_row(row: Mapping[str, Any]) -> float | None:
+def score_row(row: Row) -> float | None:
     """Return 1 or 0 for a right or wrong answer; its reward if correctness is unknown; None if it
     has no score.
     """
@@ -39,7 +39,7 @@ def score_row(row: Mapping[str, Any]) -> float | None:
     return float(value)
 
 
-def average_by_problem(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def average_by_problem(rows: Iterable[Row]) -> dict[str, float]:
     """Return the mean score of each problem."""
     scores: dict[str, list[float]] = {}
     for row in rows:

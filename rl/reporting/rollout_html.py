@@ -12,6 +12,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from rl.jsonl import Row
 from rl.reporting.episode_html import (
     StoredEpisode,
     advantage_class,
@@ -112,7 +113,7 @@ def _describe_group(
     }
 
 
-def _list_first_messages(episode: StoredEpisode) -> list[Mapping[str, Any]]:
+def _list_first_messages(episode: StoredEpisode) -> list[Row]:
     """Return the messages before the first answer; empty if the row has none."""
     first = episode.turns[0] if episode.turns else {}
     return list_mappings(first.get("messages") or episode.row.get("messages"))
@@ -153,7 +154,7 @@ def add_next_link(html: str, name: str, step: int) -> str:
 
 
 def render_page(
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     *,
     title: str,
     step: int,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rl.jsonl import get_evaluation_step
+from rl.jsonl import Row, get_evaluation_step
 from rl.reporting.episode_html import StoredEpisode
 from rl.reporting.html_report import encode_json, render_turns
 from rl.reporting.metric_plots import is_number
@@ -235,18 +235,18 @@ def _name_alarms(step: int, alarms: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted({item["name"] for item in alarms if item["first"] <= step <= item["last"]})
 
 
-def _make_group_key(row: Mapping[str, Any]) -> str:
+def _make_group_key(row: Row) -> str:
     """Return the key of the row's group."""
     return json.dumps([row.get("group"), make_problem_key(row)], default=str)
 
 
-def get_reward(row: Mapping[str, Any]) -> float:
+def get_reward(row: Row) -> float:
     """Return the reward of a row; 0 if it has none."""
     reward = row.get("reward")
     return float(reward) if is_number(reward) else 0.0
 
 
-def _choose_groups(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Any]:
+def _choose_groups(groups: Sequence[Sequence[Row]]) -> list[Any]:
     """Return groups: the widest range of rewards, the lowest and the highest mean, then others at
     equal distances.
     """
@@ -261,7 +261,7 @@ def _choose_groups(groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Any]:
     return [groups[i] for i in list(dict.fromkeys(best))[:_GROUPS]]
 
 
-def _describe_problem(row: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_problem(row: Row) -> dict[str, Any]:
     """Return prompt, expected answer and name of a row's problem, as bounded text."""
     fields = {
         "tag": row.get("tag"),
@@ -276,7 +276,7 @@ def _describe_problem(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def make_answer(row: Mapping[str, Any]) -> dict[str, Any]:
+def make_answer(row: Row) -> dict[str, Any]:
     """Return a row of rollouts as the page shows it, with bounded text.
 
     An answer with tokens has `tokens` and `logprobs` (None: not sampled), otherwise `text`. An

@@ -7,11 +7,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.jsonl import METRICS_FILE, get_evaluation_step, get_rollout_step
+from rl.jsonl import METRICS_FILE, Row, get_evaluation_step, get_rollout_step
 from rl.processes import LOCK
 from rl.reporting.curve_report import collect_alarms
 from rl.reporting.logbook import CONFIG, ROLLOUTS
@@ -207,9 +207,7 @@ def _parse_metrics(line: bytes) -> dict[str, Any] | None:
         return None
 
 
-def choose_answers(
-    rows: Sequence[Mapping[str, Any]], count: int, page: int
-) -> list[Mapping[str, Any]]:
+def choose_answers(rows: Sequence[Row], count: int, page: int) -> list[Row]:
     """Return `count` answers: on page 0 the best, the worst and those between, by reward; then the
     next in the order of the file.
     """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
+from statistics import fmean, stdev
 from typing import Any
 
 from rl.config import CHANGEABLE_OPTIONS, CHANGEABLE_SETTINGS
@@ -54,28 +54,29 @@ def _encode_settings(settings: Mapping[str, Any], ignored: Collection[str]) -> s
 
 def average_rows(
     runs: Sequence[Sequence[Mapping[str, Any]]], places: Sequence[Sequence[float]]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[list[dict[str, Any]], ...]:
     """Return rows of the mean over runs, and of the mean less and plus a standard deviation (of a
     sample: divided by the number of runs less 1).
 
     A value is averaged where every run has it at the step of the stage. `places`: the position of
     each row on the axis; "step" of an averaged row is the mean of the positions.
     """
-    tables: list[dict[tuple[str, float], dict[str, Any]]] = [{} for _ in runs]
-    for table, rows, positions in zip(tables, runs, places, strict=True):
+    tables = []
+    for rows, positions in zip(runs, places, strict=True):
+        table: dict[tuple[str, float], dict[str, Any]] = {}
         for row, position in zip(rows, positions, strict=True):
             merged = table.setdefault((row.get("stage", ""), row["step"]), {})
             merged.update({**row, "step": position})
+        tables.append(table)
     averaged: tuple[list[dict[str, Any]], ...] = ([], [], [])
     for key, first in tables[0].items():
-        members = [table[key] for table in tables if key in table]
-        if len(members) < len(tables):
+        if not all(key in table for table in tables):
             continue
         columns: dict[str, list[Any]] = {
-            name: [member.get(name) for member in members] for name in first
+            name: [table[key].get(name) for table in tables] for name in first
         }
         spreads = {
-            name: _measure_spread(values)
+            name: (fmean(values), stdev(values))
             for name, values in columns.items()
             if all(isinstance(value, (int, float)) for value in values)
         }
@@ -83,10 +84,4 @@ def average_rows(
         for rows, sign in zip(averaged, (0, -1, 1), strict=True):
             numbers = {name: mean + sign * sd for name, (mean, sd) in spreads.items()}
             rows.append({"step": step, "stage": key[0], **numbers})
-    return averaged[0], averaged[1], averaged[2]
-
-
-def _measure_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a sample of at least two values."""
-    mean = sum(values) / len(values)
-    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return averaged

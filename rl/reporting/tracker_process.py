@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl.errors import RunFolderError, install_command
-from rl.jsonl import format_json_line, replace_nonfinite, write_atomically
+from rl.jsonl import Row, format_json_line, replace_nonfinite, write_atomically
 from rl.processes import get_environment_without_launch, kill_tree
 from rl.reporting.episode_html import StoredEpisode
 from rl.reporting.rollout_report import select_evenly
@@ -64,7 +64,7 @@ def check_trackers(names: Sequence[str]) -> None:
             )
 
 
-def build_table(step: int, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+def build_table(step: int, rows: Sequence[Row]) -> list[list[Any]]:
     """Return at most 50 rollouts, at equal distances, as rows of ROLLOUT_COLUMNS, with bounded
     text.
     """
@@ -82,7 +82,7 @@ def build_table(step: int, rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]
     ]
 
 
-def _join_turns(row: Mapping[str, Any]) -> Any:
+def _join_turns(row: Row) -> Any:
     """Return the text of an answer, or of the turns of an episode."""
     turns = StoredEpisode(row).turns
     if len(turns) < 2:
@@ -217,7 +217,7 @@ class RunTrackers:
         values = {key: value for key, value in values.items() if value is not None}
         self._send("metrics", values, step)
 
-    def log_table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_table(self, name: str, step: int, rows: Sequence[Row]) -> None:
         """Log rollouts as the table `name` of a step."""
         self._send("rollouts", name, build_table(step, rows) if self._processes else [], step)
 

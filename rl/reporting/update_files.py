@@ -16,11 +16,6 @@ _METADATA_KEY = "update"
 TOKEN_VALUES = ("entropies", "ratios")  # of a row, from `add_token_values`
 
 
-def name_update_file(stage: str, step: int) -> str:
-    """Return the name of the record of the update of a step; `stage`: name of a later stage."""
-    return f"step_{step:06d}{f'_{stage}' if stage else ''}.update.safetensors"
-
-
 def write_update_file(
     path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]
 ) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
@@ -12,6 +12,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from rl.jsonl import Row
 from rl.reporting.console import format_duration, format_headline, format_held_out, format_score
 from rl.reporting.episode_html import StoredEpisode
 from rl.reporting.metric_plots import PlotPanel, find_panels, is_number
@@ -194,7 +195,7 @@ def _render_answers(
     return lines
 
 
-def _render_prompt(row: Mapping[str, Any], width: int) -> Text:
+def _render_prompt(row: Row, width: int) -> Text:
     """Return a line with the end of the prompt, where a question mostly is, and the expected
     answer.
     """
@@ -204,7 +205,7 @@ def _render_prompt(row: Mapping[str, Any], width: int) -> Text:
     return _make_line(width, (" " * 8 + _cut(prompt, 0, room) + expected, "dim"))
 
 
-def _render_answer(row: Mapping[str, Any], width: int) -> Text:
+def _render_answer(row: Row, width: int) -> Text:
     """Return a line with the reward, and with the beginning and the end of the answer."""
     turns = StoredEpisode(row).turns
     answer = _flatten(str(row.get("response") or (turns[-1]["response"] if turns else "")))

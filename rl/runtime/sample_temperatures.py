@@ -39,11 +39,10 @@ class SampleTemperatures:
         """Record a sample and its temperature. Ignore a sequence without temperature, tokens or
         logprobs.
         """
-        temperature = sequence.temperature
+        temperature, tokens = sequence.temperature, sequence.tokens_np
         logprobs = sequence.logprobs_np
-        if temperature is None or not sequence.num_tokens or logprobs is None:
+        if temperature is None or not len(tokens) or logprobs is None:
             return
-        tokens = sequence.tokens_np
         key = _compute_digest(tokens, logprobs)
         tail = _compute_digest(tokens[-_TAIL_TOKENS:], logprobs[-_TAIL_TOKENS:])
         with self._lock:

@@ -203,7 +203,7 @@ def build_mutants(source: MutantSource) -> dict[AnswerMutant, str]:
 
 
 def list_answer_forms(
-    row: Problem, programs: bool, answer_format: str | None = None
+    row: Problem, programs: bool, answer_format: str | None
 ) -> dict[str, ReferenceAnswer]:
     """Return right answers to a row in the forms that rewards expect, by the name of the form.
 

@@ -30,19 +30,6 @@ MAX_RECORDED_TOKENS = 1_000_000  # action tokens of a file, each counted once fo
 _UNRECORDED_INPUTS = ("target_tokens", "versions")
 
 
-@dataclass
-class _BackwardCall:
-    """Hold the arguments and the pending result of a forward_backward call."""
-
-    data: Sequence[Datum]
-    loss: str
-    config: Mapping[str, Any]
-    divisor: float
-    outputs: Future
-    optimizer_step: int
-    scale: float = 1.0
-
-
 @dataclass(frozen=True)
 class _DatumSource:
     """Locate a datum in the rollouts: group, index, part of the episode, its turns, and the
@@ -61,7 +48,8 @@ class UpdateRecorder:
     """Record the learner calls of an update (a CallRecorder) and build its record."""
 
     def __init__(self) -> None:
-        self._calls: list[_BackwardCall] = []
+        # datums, pending outputs and metadata of each forward_backward call
+        self._calls: list[tuple[list[Datum], Future, dict[str, Any]]] = []
         self._learning_rates: list[float] = []
 
     def record_backward(
@@ -72,13 +60,18 @@ class UpdateRecorder:
         divisor: float,
         outputs: Future,
     ) -> None:
-        step = len(self._learning_rates)
-        self._calls.append(_BackwardCall(list(data), loss, config, divisor, outputs, step))
+        metadata = {
+            "loss": loss,
+            "config": dict(config),
+            "divisor": divisor,
+            "optimizer_step": len(self._learning_rates),
+        }
+        self._calls.append((list(data), outputs, metadata))
 
     def record_scale(self, factor: float) -> None:
-        for call in self._calls:
-            if call.optimizer_step == len(self._learning_rates):
-                call.scale *= factor
+        for _, _, metadata in self._calls:
+            if metadata["optimizer_step"] == len(self._learning_rates):
+                metadata["divisor"] /= factor
 
     def record_step(self, params: AdamParams) -> None:
         self._learning_rates.append(params.learning_rate)
@@ -98,12 +91,11 @@ class UpdateRecorder:
         datums: list[tuple[Datum, _DatumSource]] = []
         arrays: dict[str, np.ndarray] = {}
         calls = []
-        for k, call in enumerate(self._calls):
-            outputs = call.outputs.result()[0]
+        for k, (data, outputs, metadata) in enumerate(self._calls):
             members: list[int] = []
             logprobs: list[np.ndarray] = []
             entropies: list[np.ndarray] = []
-            for datum, output in zip(call.data, outputs, strict=True):
+            for datum, output in zip(data, outputs.result()[0], strict=True):
                 source = sources.get(id(datum.model_input))
                 if source is None or source.group >= num_groups or "logprobs" not in output:
                     continue
@@ -118,18 +110,9 @@ class UpdateRecorder:
             arrays[f"call/{k}/logprobs"] = np.concatenate([np.zeros(0, np.float32), *logprobs])
             if entropies and len(entropies) == len(logprobs):
                 arrays[f"call/{k}/entropies"] = np.concatenate(entropies)
-            step = call.optimizer_step
-            rate = self._learning_rates[step] if step < len(self._learning_rates) else None
-            calls.append(
-                {
-                    "loss": call.loss,
-                    "config": dict(call.config),
-                    "divisor": call.divisor / call.scale,
-                    "optimizer_step": step,
-                    "learning_rate": rate,
-                    "datums": len(call.data),
-                }
-            )
+            rates = self._learning_rates[metadata["optimizer_step"] :]
+            rate = rates[0] if rates else None
+            calls.append({**metadata, "learning_rate": rate, "datums": len(data)})
         if not datums:
             return None
         arrays |= _flatten_datums(datums)
@@ -140,8 +123,8 @@ class UpdateRecorder:
     ) -> int:
         """Return the number of groups, from the first, whose tokens fit in."""
         tokens = np.zeros(count, np.int64)
-        for call in self._calls:
-            for datum in call.data:
+        for data, _, _ in self._calls:
+            for datum in data:
                 if (source := sources.get(id(datum.model_input))) is not None:
                     tokens[source.group] += len(source.positions)
         return int((np.cumsum(tokens) <= max_tokens).sum())

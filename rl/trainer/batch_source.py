@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from rl.algorithms import StreamedStep
@@ -25,6 +24,9 @@ from rl.rollout import (
 from rl.seed import derive_seed
 from rl.trainer.trainer import Trainer, TrainingBatch
 from rl.types import Problem
+
+# metrics of an update, version of the new weights, and their client if they are being sent
+PolicyUpdate = tuple[dict[str, float], int, SamplingClient | None]
 
 
 class BatchSource(abc.ABC):
@@ -140,7 +142,7 @@ class AsyncSource(BatchSource):
         self.pending: SamplingClient | None = None
         self._running_update: Future[PolicyUpdate] | None = None
         self._new_weights: SamplingClient | None = None
-        state, replay_log = trainer.in_flight, trainer.context.replay_log
+        state, replay_log = trainer.in_flight, trainer.replay_log
         assert replay_log is not None
         with ExitStack() as stack:
             event_log = replay_log.create_event_log(state["tick"] if state else 0, whole_stage=True)
@@ -163,7 +165,7 @@ class AsyncSource(BatchSource):
         self.engine.weights_arrived = lambda: None if self.pending is None else self.pending.ready
 
     def take_batch(self, number: int) -> TrainingBatch:
-        replay_log = self.trainer.context.replay_log
+        replay_log = self.trainer.replay_log
         assert replay_log is not None
         replay_log.batch = number
         while True:
@@ -188,26 +190,28 @@ class AsyncSource(BatchSource):
         self._switch_to_pending()
         assert batch.rollouts is not None
         staleness = self.in_flight.metrics(batch.rollouts, self.learner_version)
-        self.learner_version, self._new_weights = result.version, result.new_weights
-        return result.metrics | staleness
+        metrics, self.learner_version, self._new_weights = result
+        return metrics | staleness
 
     def update_and_send(self, batch: TrainingBatch, pending: SamplingClient | None) -> PolicyUpdate:
-        """Train on a batch and begin to send the new weights.
+        """Train on a batch and begin to send the new weights. Return the update's metrics, the
+        version of the new weights, and their client. The client is None if sampler and learner
+        share their ranks: then the weights are synced between two slices.
 
         `pending` holds the weights of the previous update if they are still being sent; the new
         ones are sent after them.
         """
         trainer = self.trainer
         metrics, policy = super().update(batch), trainer.models.policy
-        result = PolicyUpdate(metrics, policy.version)
+        version, new_weights = policy.version, None
         if trainer.settings.flow.sampler_ranks:
             if pending is not None:
                 _ = pending.version  # waits for them
-            result.new_weights = policy.save_weights_and_get_sampling_client()
+            new_weights = policy.save_weights_and_get_sampling_client()
             if trainer.is_save_due(batch.number + 1):
                 # a checkpoint waits for them; sampling continues meanwhile
-                _ = result.new_weights.version
-        return result
+                _ = new_weights.version
+        return metrics, version, new_weights
 
     def sync_weights(self, number: int) -> SamplingClient:
         """Sync the weights after an update. New weights that are already being sent arrive in the
@@ -271,26 +275,13 @@ def open_source(trainer: Trainer, sampler: SamplingClient | None) -> BatchSource
     """Return the source of a trainer's batches. `sampler` samples from the current weights; None
     if the stage never samples.
     """
-    flow = trainer.context.flow
+    flow = trainer.flow
     if not trainer.method.online:
         return RowSource(trainer, sampler)
     assert sampler is not None
     if flow.steps_off_policy:
         return AsyncSource(trainer, sampler)
     return (StreamedSource if flow.gradient_parts > 1 else SampleSource)(trainer, sampler)
-
-
-@dataclass
-class PolicyUpdate:
-    """Hold an update's metrics, the version of the new weights, and their client.
-
-    The client is None if sampler and learner share their ranks: then the weights are synced
-    between two slices.
-    """
-
-    metrics: dict[str, float]
-    version: int
-    new_weights: SamplingClient | None = None
 
 
 class InFlightGroups:

@@ -12,7 +12,7 @@ from typing import Any
 from rl.client import TrainingClient
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
-from rl.jsonl import METRICS_FILE, read_jsonl, read_metrics
+from rl.jsonl import METRICS_FILE, Row, read_jsonl, read_metrics, replace_nonfinite, write_jsonl
 from rl.learner import read_learner_state
 from rl.reporting import CHECKPOINTS, Console, Logbook
 
@@ -108,7 +108,7 @@ def locate_checkpoint(folder: Path, row: CheckpointRow) -> Path:
 
 
 def match_checkpoint_name(
-    name: str, stages: Sequence[StageSteps], *, best: bool = False
+    name: str, stages: Sequence[StageSteps], *, best: bool
 ) -> tuple[int, int] | None:
     """Return (index of the stage, step) of a resumable checkpoint, or of the best weights, by its
     name. None if the name fits no stage of the run.
@@ -200,10 +200,27 @@ def complete_checkpoint_list(
 
 
 class CheckpointManager:
-    """Write checkpoints below a run's folder and list existing ones in checkpoints.jsonl."""
+    """Write checkpoints below a run's folder and list existing ones in checkpoints.jsonl.
 
-    def __init__(self, logbook: Logbook):
-        self.logbook = logbook
+    `rows`: those that exist, oldest first. They are kept in memory, since the file may be changed
+    while the run writes it.
+    """
+
+    def __init__(self, logbook: Logbook, rows: Sequence[Row] = ()):
+        self.logbook, self.rows = logbook, [dict(row) for row in rows]
+        if self.rows or (logbook.folder / CHECKPOINTS).exists():
+            self._write()
+
+    def _write(self) -> None:
+        """Write checkpoints.jsonl atomically."""
+        self.logbook.guard()
+        write_jsonl(self.logbook.folder / CHECKPOINTS, self.rows)
+
+    def _add(self, row: CheckpointRow) -> None:
+        """List a checkpoint, in the place of one of the same name."""
+        self.rows = [known for known in self.rows if known["name"] != row["name"]]
+        self.rows.append(replace_nonfinite(row))
+        self._write()
 
     def save(
         self,
@@ -223,15 +240,15 @@ class CheckpointManager:
         names.
         """
         name = f"{stage}-final" if final else f"{stage}-{step:06d}"
-        known = {row["name"]: row for row in self.logbook.checkpoints()}
+        known = {row["name"]: row for row in self.rows}
         if name in known:  # a stop at a step that is saved already
             return locate_checkpoint(self.logbook.folder, known[name])
         self.logbook.sync()  # a checkpoint needs the log up to its step on disk
         path = Path(policy.save_state(name, metadata=state, companions=other_clients).result().path)
         row = make_checkpoint_row(path, "final" if final else "last", stage, step)
-        self.logbook.add_checkpoint(row)
+        self._add(row)
         self._prune("last", keep_last)
-        for known_stage in {r["stage"] for r in self.logbook.checkpoints()}:
+        for known_stage in {r["stage"] for r in self.rows}:
             self._prune("best", 1, known_stage)
         return path
 
@@ -265,23 +282,22 @@ class CheckpointManager:
         checkpoint_folder.remove_checkpoint(self.logbook.folder / WEIGHTS_FOLDER / name)
         path = Path(policy.save_weights_for_sampler(name, value_head=value_head).result().path)
         row = make_checkpoint_row(path, "best", stage, step, metric=metric, value=value)
-        self.logbook.add_checkpoint(row)
-        resumable = [row["batch"] for row in self.logbook.checkpoints() if row["state_path"]]
+        self._add(row)
+        resumable = [row["batch"] for row in self.rows if row["state_path"]]
         self._prune("best", 1, stage, after=max(resumable, default=-1))
 
     def _prune(self, kind: str, keep: int, stage: str | None = None, *, after: int = -1) -> None:
         """Remove all but the last `keep` checkpoints of a kind (and stage) after a step."""
         rows = [row for row in self._list_rows(kind, stage) if row["batch"] > after]
         for row in rows[:-keep]:
-            self.logbook.remove_checkpoint(row["name"])
+            self.rows.remove(row)
+            self._write()
             checkpoint_folder.remove_checkpoint(locate_checkpoint(self.logbook.folder, row))
 
-    def _list_rows(self, kind: str, stage: str | None = None) -> list[CheckpointRow]:
+    def _list_rows(self, kind: str, stage: str | None) -> list[CheckpointRow]:
         """Return the rows of a kind (and stage)."""
         return [
-            row
-            for row in self.logbook.checkpoints()
-            if row.get("kind") == kind and stage in (None, row["stage"])
+            row for row in self.rows if row.get("kind") == kind and stage in (None, row["stage"])
         ]
 
     @staticmethod

@@ -270,10 +270,10 @@ def load_sampled_model(
     data: DataSettings,
     sampling: SamplingSettings,
     *,
-    system_prompt: str | None = None,
+    system_prompt: str | None,
     renderer_name: str | None = None,
-    max_tokens: int | None = None,
-    temperature: float | None = None,
+    max_tokens: int | None,
+    temperature: float | None,
     top_k: int = -1,
     top_p: float = 1.0,
 ) -> SampledModel:

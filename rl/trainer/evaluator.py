@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Self
 
 from rl.algorithms import RowEvaluator
 from rl.client import SamplingClient
+from rl.jsonl import Row
 from rl.rollout import (
     RolloutBatch,
     TrajectoryGroup,
@@ -223,7 +224,7 @@ class HeldOutMetrics:
     rows: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Mapping[str, Any]], headline: str = "") -> Self:
+    def from_rows(cls, rows: Sequence[Row], headline: str = "") -> Self:
         """Return the held-out metrics in the logged rows of a stage. `headline`: the metric that
         its method measures on rows, of all held-out rows and of each data set.
         """

@@ -82,12 +82,11 @@ from rl.trainer.stage_data import (
 from rl.trainer.stage_models import OpponentModels, StageModelFactory, stage_renderer
 from rl.trainer.stage_sampling import (
     ReplayLog,
-    StageContext,
     check_replay,
     check_replay_sampler,
     list_replay_differences,
+    open_sample_scorers,
 )
-from rl.trainer.stage_scorers import open_sample_scorers
 from rl.trainer.trainer import Trainer, describe_nonfinite
 from rl.trainer.training_loop import train
 
@@ -268,7 +267,6 @@ class RunState:
             tracker_project=options.wandb_project or options.tracker_project,
             config=resolve_config(self.run),
             console=self.console,
-            checkpoints=self.position.rows,
             guard=lock.check_held,
         )
 
@@ -362,7 +360,7 @@ class RunState:
         self.sample_scorers = open_sample_scorers(
             self.service, prepared, renderer, self.models.rewards, self.console.note
         )
-        context = StageContext(
+        trainer = Trainer(
             name=plan.name,
             index=self.index,
             method=method,
@@ -380,9 +378,6 @@ class RunState:
             environment=prepared.environment,
             replay_log=replay_log,
             rank_scores=self.sample_scorers,
-        )
-        trainer = Trainer(
-            context,
             stop_request=self.stop_request,
             done=done,
             report=report,
@@ -391,7 +386,7 @@ class RunState:
         )
         if loop_state is not None:
             trainer.load_state(loop_state)
-        description = method.describe_data(prepared.problems, context.renderer)
+        description = method.describe_data(prepared.problems, renderer)
         if description is not None:
             self.console.note(description)
         return trainer
@@ -400,7 +395,7 @@ class RunState:
         """Train the remaining stages in order and print the results. Raises RunStopped on a
         stop.
         """
-        checkpoints = CheckpointManager(logbook)
+        checkpoints = CheckpointManager(logbook, self.position.rows)
         while not self.finished:
             trainer = self.create_trainer(logbook, checkpoints, report)
             try:
@@ -411,7 +406,7 @@ class RunState:
                 # (baselines, earlier substeps).
                 raise UserError(describe_nonfinite(trainer, error)) from error
             except RunStopped:
-                saved = [row["name"] for row in logbook.checkpoints() if row["state_path"]]
+                saved = [row["name"] for row in checkpoints.rows if row["state_path"]]
                 start = saved[-1] if saved else "the beginning"
                 self.console.end(
                     f"stopped on request; --resume continues from {start}",
@@ -423,7 +418,8 @@ class RunState:
                 if self.sample_scorers is not None:
                     self.sample_scorers.close()
             self.models.policy.release()
-            del trainer, self.models  # frees the other models' weights
+            del trainer, self.models
+            gc.collect()  # frees the other models' weights
             self.index += 1
             if not self.finished:
                 self.models = self.create_models()

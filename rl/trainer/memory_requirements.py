@@ -195,7 +195,10 @@ def _compute_needs(
     )
     others, critics = _list_other_shapes(method, model, shape, fresh_adapter)
     held = _trace(skeleton, model, batch, launch) if traced else MicroBatchMemory()
-    saved_logits = _saved_logits(model, shape, launch, batch)
+    saved_logits = 0.0
+    if model.fused_logprobs:
+        max_bytes = kept_bytes_from_gib(model.kept_logits_gib)
+        saved_logits = saved_logits_bytes(shape, launch, batch, max_bytes)
     items, host = _list_extra_memory(settings, shape, batch, launch)
 
     def plan_learner(work: StepWork, scorers: Sequence[ModelShape]) -> MemoryPlan:
@@ -229,15 +232,6 @@ def _check_learner_groups(
     if (size := optim.expert_parallel_size) > 1:
         check_expert_parallel_size(size, launch.world, launch.sharding)
         skeleton.check_experts(size, launch.world)
-
-
-def _saved_logits(
-    model: ModelSettings, shape: ModelShape, launch: LaunchShape, batch: MicroBatch
-) -> float:
-    if not model.fused_logprobs:
-        return 0.0
-    max_bytes = kept_bytes_from_gib(model.kept_logits_gib)
-    return saved_logits_bytes(shape, launch, batch, max_bytes)
 
 
 def _list_extra_memory(

@@ -461,15 +461,17 @@ def check_changes(
     """
     # sources of the defaults of settings that an older config.json lacks
     default_sources: dict[str, Any] = {"methods": METHODS, "options": RunSettings}
-    requested, started = resolve_config(run), slice(stage_index + 1)
+    requested = resolve_config(run)
     recorded_stages, requested_stages = use_current_names(config, run), requested["stages"]
-    recorded = {**config, "stages": recorded_stages[started]}
-    current = {**requested, "stages": requested_stages[started]}
+    recorded = {**config, "stages": recorded_stages[: stage_index + 1]}
+    current = {**requested, "stages": requested_stages[: stage_index + 1]}
     names = [[(s["name"], s["method"]) for s in c["stages"]] for c in (recorded, current)]
     if names[0] != names[1]:
-        changes = diff_configs(recorded, current, ignore=CHANGEABLE_OPTIONS, **default_sources)
-        raise RunFolderError(_format_refusal(changes))
-    changeable = _list_changed_settings(run)
+        refused = diff_configs(recorded, current, ignore=CHANGEABLE_OPTIONS, **default_sources)
+        raise RunFolderError(_format_refusal(refused))
+    known = {key for item in requested_stages for key in item["settings"]}
+    changeable = list_changed_settings(run.options.change, known)
+    allowed = {*CHANGEABLE_SETTINGS, "steps", *changeable}
     ended = [
         _restore_ended_stage(stage, saved["settings"])
         for stage, saved in zip(run.stages[:stage_index], recorded_stages, strict=False)
@@ -479,7 +481,7 @@ def check_changes(
     notes = [
         {"step": step, "stage": stage.name, "setting": key, "from": old_value, "to": value}
         for key, (old_value, value) in changed.items()
-        if key in (*CHANGEABLE_SETTINGS, "steps") or key in changeable
+        if key in allowed
     ]
     # no steps can be added to a stage that has ended
     refused = [
@@ -487,8 +489,9 @@ def check_changes(
         for a, b in zip(recorded_stages[:stage_index], requested_stages[:stage_index], strict=True)
         if (was := a["settings"].get("steps")) != (now := b["settings"].get("steps"))
     ]
-    changeable_keys = (*CHANGEABLE_OPTIONS, *CHANGEABLE_SETTINGS, "steps", *changeable)
-    refused += diff_configs(recorded, current, ignore=changeable_keys, **default_sources)
+    refused += diff_configs(
+        recorded, current, ignore={*CHANGEABLE_OPTIONS, *allowed}, **default_sources
+    )
     if refused:
         raise RunFolderError(_format_refusal(refused))
     messages = _describe_changes(notes, stage, saved_settings, done)
@@ -499,14 +502,8 @@ def check_changes(
     )
     if later_changes:
         messages.append(f"changed in stages that have not begun: {'; '.join(later_changes)}")
-    stages = (*ended, *run.stages[stage_index:])
-    return ConfigChanges(replace(run, stages=stages), notes, messages)
-
-
-def _list_changed_settings(run: RunConfig) -> set[str]:
-    """Return the settings that --change of the run names."""
-    known = {key for stage in run.stages for key in flatten_settings(stage.settings)}
-    return list_changed_settings(run.options.change, known)
+    run = replace(run, stages=(*ended, *run.stages[stage_index:]))
+    return ConfigChanges(run, notes, messages)
 
 
 def use_current_names(config: Mapping[str, Any], run: RunConfig) -> list[dict[str, Any]]:

@@ -81,7 +81,15 @@ def check_reward(scorer: Scorer, rows: Sequence[Problem]) -> list[str]:
     )
     failed = [score for score in scores if score.reward is None]
     if not failed:
-        return _check_reference_scores(name, rows, scores)
+        has_worked_answers = all(row.response is not None for row in rows)
+        if not has_worked_answers or any(score.metrics.get("correct") != 0.0 for score in scores):
+            return []
+        return [
+            f"reward {name!r} calls the data's reference answers wrong, all of {len(rows)} rows "
+            f"tried (such as {rows[0].response!r:.80}, expected "
+            f"{rows[0].meta.get('answer')!r:.40}): is it the reward for this data, and does "
+            "--answer-column name the right column?"
+        ]
     first = failed[0].error or ""
     if len(failed) == len(scores) and not any(score.failure == "timeout" for score in failed):
         if any(answers) or any(word in first for word in _FATAL_ERRORS):
@@ -102,21 +110,6 @@ def make_reward_item(row: Problem, answer: str, scorer: Scorer) -> tuple[Any, ..
     """Return the arguments of `Scorer.submit` for an answer to a row, as in training."""
     # a reward that scores episodes gets one turn, in which each letter counts as a token
     return make_scored_problem(row, scorer.reward).make_item(answer, max(1, len(answer)))
-
-
-def _check_reference_scores(
-    name: str, rows: Sequence[Problem], scores: Sequence[Score]
-) -> list[str]:
-    """Return a remark if the reward says that none of the data's worked answers is right."""
-    if any(row.response is None for row in rows) or any(
-        score.metrics.get("correct", 1.0) != 0.0 for score in scores
-    ):
-        return []
-    return [
-        f"reward {name!r} calls the data's reference answers wrong, all of {len(rows)} rows tried "
-        f"(such as {rows[0].response!r:.80}, expected {rows[0].meta.get('answer')!r:.40}): is "
-        "it the reward for this data, and does --answer-column name the right column?"
-    ]
 
 
 @dataclass(frozen=True)
@@ -204,7 +197,7 @@ def probe_reward(
     rows: Sequence[Problem],
     *,
     limit: int = PROBED_ROWS,
-    budget: float = 30.0,
+    budget: float,
     answer_format: str | None = None,
     tried: bool = False,
 ) -> RewardProbeResult:

@@ -27,7 +27,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from rl.algorithms import METHODS
 from rl.config import RunSettings, flatten_settings
 from rl.errors import RankLost, UserError, install_command
-from rl.jsonl import read_jsonl, write_atomically, write_jsonl
+from rl.jsonl import Row, read_jsonl, write_atomically, write_jsonl
 from rl.reporting import (
     CHECKPOINTS,
     LAUNCHES,
@@ -58,7 +58,7 @@ from rl.reporting import (
     render_report,
 )
 from rl.sanitize import sanitize_text
-from rl.trainer.evaluator import HELD_OUT_ACCURACY, HeldOutMetrics
+from rl.trainer.evaluator import GREEDY_METRICS, HELD_OUT_ACCURACY, HeldOutMetrics
 from rl.trainer.memory_report import format_gib
 from rl.trainer.memory_requirements import StageNeeds, get_machine_memory
 from rl.trainer.reward_probe import RewardProbeResult
@@ -92,10 +92,13 @@ class SavedRun:
     config: dict[str, Any]
     curve: RunCurve
 
+    def select_rows(self, stage: str) -> list[dict[str, Any]]:
+        """Return the rows of a stage, in the order of its steps."""
+        return [row for row in self.curve.rows if row.get("stage") == stage]
+
     def list_values(self, stage: str, metric: str) -> list[float]:
         """Return the values of a metric in a stage, in the order of its steps."""
-        rows = [row for row in self.curve.rows if row.get("stage") == stage]
-        return [row[metric] for row in rows if row.get(metric) is not None]
+        return [row[metric] for row in self.select_rows(stage) if row.get(metric) is not None]
 
 
 def read_saved_run(folder: Path, label: str) -> SavedRun:
@@ -114,30 +117,24 @@ def read_saved_run(folder: Path, label: str) -> SavedRun:
 
 def describe_headline(run: SavedRun) -> dict[str, Any]:
     """Return the held-out figures before and after each stage, and remarks on them."""
-    figures: list[tuple[str, float, float]] = []
+    figures: list[tuple[str, Any, Any]] = []
+    row_figures: list[tuple[str, Any, Any]] = []
     remarks: list[str] = []
-    names = [stage["name"] for stage in run.config["stages"]]
-    for name in names:
-        has_accuracy = bool(run.list_values(name, HELD_OUT_ACCURACY))
-        what = "accuracy" if has_accuracy else "reward"
-        metric = HELD_OUT_ACCURACY if has_accuracy else _HELD_OUT_REWARD
-        sampled = run.list_values(name, metric)
-        greedy = run.list_values(name, metric.replace("test/env/", "test/greedy/"))
-        if not sampled:
-            continue
-        figures.append((f"held-out {what}, {name}", sampled[0], sampled[-1]))
-        if len(greedy) > 1:
-            figures.append((f"greedy {what}, {name}", greedy[0], greedy[-1]))
-        first = greedy[0] if greedy else None
-        held_out = HeldOutMetrics(sampled[0], sampled[-1], first, what=what)
-        remarks += [text for text in [held_out.describe_sharpening()] if text is not None]
-        paired = compare_ends(run, name)
-        remarks += [f"{name}, last against first evaluation: {paired.describe()}"] if paired else []
-    for name in names:
+    for stage in run.config["stages"]:
+        name = stage["name"]
+        held_out = HeldOutMetrics.from_rows(run.select_rows(name))
+        if held_out.before is not None:
+            figures.append((f"held-out {held_out.what}, {name}", held_out.before, held_out.after))
+            if len(run.list_values(name, GREEDY_METRICS[1])) > 1:
+                ends = held_out.greedy_before, held_out.greedy_after
+                figures.append((f"greedy {held_out.what}, {name}", *ends))
+            remarks += filter(None, [held_out.describe_sharpening()])
+            if paired := compare_ends(run, name):
+                remarks.append(f"{name}, last against first evaluation: {paired.describe()}")
         for label, metric in _ROW_METRICS:
             if values := run.list_values(name, metric):
-                figures.append((f"held-out {label}, {name}", values[0], values[-1]))
-    return {"figures": figures, "remarks": remarks}
+                row_figures.append((f"held-out {label}, {name}", values[0], values[-1]))
+    return {"figures": figures + row_figures, "remarks": remarks}
 
 
 def compare_ends(run: SavedRun, stage: str) -> PairedComparison | None:
@@ -365,7 +362,7 @@ def _make_link(folder: Path, out: Path) -> str:
     return target.as_uri()
 
 
-def _describe_run(run: SavedRun, entry: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_run(run: SavedRun, entry: Row) -> dict[str, Any]:
     """Return what the template shows of a run."""
     rows = run.curve.rows
     stages, checkpoints = run.config["stages"], list_checkpoints(run)
@@ -517,8 +514,8 @@ class ReportWriter:
         console: Console,
         launch: Mapping[str, Any],
         *,
-        guard: Callable[[], None] = lambda: None,
-        exceeds_grace: Callable[[float], bool] = lambda seconds: False,
+        guard: Callable[[], None],
+        exceeds_grace: Callable[[float], bool],
     ):
         self.folder, self.console, self._launch = folder, console, launch
         self._earlier_launches: list[dict[str, Any]] | None = None

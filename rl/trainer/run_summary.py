@@ -6,15 +6,14 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rl.algorithms import METHODS, RowEvaluator
 from rl.client import TrainingClient
 from rl.config import RunConfig, StageConfig
 from rl.errors import install_command
-from rl.jsonl import METRICS_FILE, read_metrics
+from rl.jsonl import METRICS_FILE, Row, read_metrics
 from rl.reporting import (
     REPORT,
     TEACHER_KL,
@@ -110,7 +109,7 @@ def _describe_data(stages: Sequence[PreparedStage]) -> list[str]:
     return [f"{', '.join(stage_names)}: {text}" for text, stage_names in names.items()]
 
 
-def _describe_processes(world: int, samplers: int, tensor_parallel: int = 1) -> str:
+def _describe_processes(world: int, samplers: int, tensor_parallel: int) -> str:
     """Describe the processes: `world` of the learner, `samplers`, `tensor_parallel` per sampler
     (TP).
     """
@@ -145,6 +144,8 @@ def print_summary(run: RunConfig, folder: Path, console: Console) -> None:
         remarks += [summary.describe_no_gain(), summary.describe_sharpening()]
     # `name` and `rows` are those of the last stage
     remarks.append(_describe_better_weights(folder, name, rows))
+    quoted_folder = shlex.quote(str(folder))
+    report = f"{format_script('report')} {quoted_folder}"
     console.end(
         f"{run.name}: done",
         results=results,
@@ -157,16 +158,14 @@ def print_summary(run: RunConfig, folder: Path, console: Console) -> None:
         remarks=[text for text in remarks if text is not None],
         commands=[
             *_usage_commands(run.stages, folder),
-            f"{format_script('plot')} {shlex.quote(str(folder))}",
-            _format_report_command(folder),
+            f"{format_script('plot')} {quoted_folder}",
+            report if has_plotly() else f"{report}  # needs: {install_command('report')}",
             _format_export_command(run.stages, folder),
         ],
     )
 
 
-def _describe_better_weights(
-    folder: Path, stage: str, rows: Sequence[Mapping[str, Any]]
-) -> str | None:
+def _describe_better_weights(folder: Path, stage: str, rows: Sequence[Row]) -> str | None:
     """Return a remark if the last stage's best weights are of an earlier step than its last."""
     best = [row for row in read_checkpoint_list(folder) if row.get("kind") == "best"]
     if not best or best[-1]["stage"] != stage or not isinstance(best[-1].get("value"), float):
@@ -185,24 +184,16 @@ def _describe_better_weights(
     )
 
 
-def _format_report_command(folder: Path) -> str:
-    """Return the command that writes the page of the run, with what it needs if that is missing."""
-    command = f"{format_script('report')} {shlex.quote(str(folder))}"
-    return command if has_plotly() else f"{command}  # needs: {install_command('report')}"
-
-
 # what a distillation learns: label and metrics, the first that a stage has logged
-_DISTILLED = (
-    ("KL to teacher", TEACHER_KL),
-    ("cross-entropy to the teacher's answers", ("optim/ce",)),
-)
+_DISTILLED = {
+    "KL to teacher": TEACHER_KL,
+    "cross-entropy to the teacher's answers": ("optim/ce",),
+}
 
 
-def _measure_distillation(
-    stage: str, rows: Sequence[Mapping[str, Any]]
-) -> dict[str, tuple[float, float]]:
+def _measure_distillation(stage: str, rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
     """Return the figure of a stage that learns from a teacher, at its first and last step."""
-    for label, names in _DISTILLED:
+    for label, names in _DISTILLED.items():
         values = [row[name] for row in rows for name in names if row.get(name) is not None]
         if values:
             return {f"{label}, first to last step, {stage}": (values[0], values[-1])}

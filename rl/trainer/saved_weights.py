@@ -38,10 +38,10 @@ from rl.types.feature_table import check_features
 
 def collect_worker_settings(stages: Sequence[StageConfig]) -> WorkerSettings:
     """Return the worker settings of the whole run. Raises UserError if those of stages differ."""
-    per_stage = []
-    for plan in stages:
-        settings = plan.settings
-        per_stage.append(make_worker_settings(settings.model, settings.sampling, settings.optim))
+    per_stage = [
+        make_worker_settings(item.model, item.sampling, item.optim)
+        for item in (plan.settings for plan in stages)
+    ]
     flows = [
         flow
         for plan in stages
@@ -97,7 +97,7 @@ def list_method_addresses(stages: Sequence[StageConfig]) -> list[str]:
     return [stage.method for stage in stages if is_method_address(stage.method)]
 
 
-def check_method_code(address: str, source: str, trusted: bool = False) -> None:
+def check_method_code(address: str, source: str, trusted: bool) -> None:
     """Raise UserError if a method's code that a run's files name does not exist, or lies outside
     the current folder and is not trusted: opening the run would execute it.
     """
@@ -257,7 +257,7 @@ def open_weights(
     raise UserError(f"no folder {target}{_list_siblings(folder)}: give {expected}")
 
 
-def load_run(folder: Path, *, trusted: bool = False) -> RunConfig:
+def load_run(folder: Path, *, trusted: bool) -> RunConfig:
     """Return the settings of the run in a folder. Raises UserError if they name a method's code in
     another folder and it is not `trusted`.
     """

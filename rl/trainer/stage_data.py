@@ -583,10 +583,8 @@ def describe_prepared(stages: Sequence[PreparedStage]) -> dict[str, Any]:
         for prepared in stages
         if prepared.overlap is not None
     }
-    return {
-        **({"sandbox": ", ".join(kinds)} if kinds else {}),
-        **({"overlap": shared} if shared else {}),
-    }
+    record = {"sandbox": ", ".join(kinds), "overlap": shared}
+    return {key: value for key, value in record.items() if value}
 
 
 def load_held_out_rows(environment: EnvironmentSpec | None, settings: Any) -> ProblemSet | None:

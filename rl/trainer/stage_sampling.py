@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rl.algorithms import METHODS, Models
-from rl.client import SampleStream, SamplingClient
+from rl.client import SampleScorerHandle, SampleStream, SamplingClient, ServiceClient
 from rl.config import (
     CHANGEABLE_OPTIONS,
     CHANGEABLE_SETTINGS,
+    DataSettings,
     RolloutSettings,
     RunConfig,
     RunSettings,
@@ -30,7 +31,7 @@ from rl.jsonl import format_json_line, read_jsonl, write_jsonl
 from rl.judges import add_episode_rewards, apply_learned_rewards
 from rl.renderers import Renderer
 from rl.reporting import Console, Logbook, load_saved_config
-from rl.rewards import RankScores, Scorer
+from rl.rewards import RankScores, Scorer, get_reward_machines
 from rl.rollout import (
     ActionSampler,
     EnvGroupBuilder,
@@ -39,15 +40,17 @@ from rl.rollout import (
     RolloutBatch,
     RolloutEngine,
     RolloutSchedule,
+    ScorerSettings,
     is_mixed,
     list_turns,
     open_engine,
     rollout,
 )
+from rl.sanitize import describe_error
 from rl.seed import derive_seed
 from rl.trainer.checkpoint_manager import CheckpointManager
 from rl.trainer.resume import use_current_names
-from rl.trainer.stage_data import build_episode_groups
+from rl.trainer.stage_data import PreparedStage, build_episode_groups, spreads_rewards
 from rl.trainer.stage_models import OpponentModels
 from rl.types import Problem, SamplingParams
 from rl.types.feature_table import check_features
@@ -182,9 +185,9 @@ class ReplayLog:
             file.write(format_json_line({"stage": self.stage, "batch": self.batch, **part, **row}))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class StageContext:
-    """Hold the constant inputs of a stage.
+    """Hold the inputs of a stage, which stay the same.
 
     `first_step` is the run's step count before the stage. `identity` is what the stage's
     checkpoints record of the run (see rl.trainer.resume).
@@ -455,3 +458,57 @@ class StageSampler:
         if pg is not None and pg.step_rewards != "sum" and single:
             text = "every episode has one turn, so its reward is the whole reward to go"
             self._warn_once.warn("to_go", f"step_rewards {pg.step_rewards} has no effect: {text}")
+
+
+def open_sample_scorers(
+    service: ServiceClient,
+    prepared: PreparedStage,
+    renderer: Renderer,
+    judge: Any,
+    note: Callable[[str], None],
+) -> SampleScorerHandle | None:
+    """Return the scorers that the ranks open for the samples of a stage; None if rank 0 has them
+    scored.
+
+    `judge`: the model that judges the answers, if any. `note` receives what the ranks cannot do: a
+    line for the stage, or for each machine.
+    """
+    data: DataSettings = prepared.plan.settings.data
+    scorer = prepared.scorer
+    if scorer is None or get_reward_machines().address is None or not spreads_rewards(data):
+        return None  # all ranks are on this machine, or its workers alone score
+    reason = _find_obstacle(prepared, judge)
+    settings = ScorerSettings(
+        renderer, scorer.reward, scorer.timeout, scorer.workers, scorer.variables
+    )
+    if reason is None:
+        sampling, machines = service.count_machines()
+        if 2 * sampling < machines:  # all machines together score sooner
+            reason = f"only {sampling} of the {machines} machines have processes that sample"
+    if reason is None:
+        try:
+            packed = settings.pack()
+        except Exception as error:  # boundary: pickling runs code of the renderer and the reward
+            reason = f"it cannot be sent to other processes ({describe_error(error)})"
+    if reason is not None:
+        note(f"reward {scorer.reward.name}: rank 0 reads every answer and has it scored: {reason}")
+        return None
+    handle = service.open_scorer(packed)
+    for machine, refusal in handle.refusals.items():
+        note(f"reward {scorer.reward.name}: rank 0 has the answers of {machine} scored: {refusal}")
+    return handle
+
+
+def _find_obstacle(prepared: PreparedStage, judge: Any) -> str | None:
+    """Return why a rank cannot score its own samples of a stage; None if it can."""
+    scorer = prepared.scorer
+    assert scorer is not None
+    if prepared.environment is not None:
+        return f"the episodes of {prepared.environment.name} are played on rank 0"
+    if scorer.reward.batched:
+        return "it takes many answers at once"
+    if scorer.place == "thread":
+        return "it is no function of a file or module that another process can load"
+    if judge is not None:
+        return "a judge reads the answers as well"
+    return None

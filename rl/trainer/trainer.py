@@ -37,39 +37,30 @@ class TrainingBatch:
     datums: Sequence[Datum] = ()
 
 
-class Trainer:
-    """Train a policy by a method.
+@dataclass(kw_only=True, eq=False)
+class Trainer(StageContext):
+    """Train the policy of a stage by a method.
 
     `done`: batches already trained; `runs_self_test`: run the self-test first (see
     rl.trainer.self_test); `profiled_steps`: steps to profile (see rl.trainer.step_profile).
     """
 
-    def __init__(
-        self,
-        context: StageContext,
-        *,
-        stop_request: StopRequest,
-        done: int = 0,
-        report: ReportWriter | None = None,
-        runs_self_test: bool = False,
-        profiled_steps: int = 0,
-    ):
-        self.context, self.done = context, done
-        self.stop_request, self.report = stop_request, report
-        self.runs_self_test = runs_self_test
+    stop_request: StopRequest
+    done: int = 0
+    report: ReportWriter | None = None
+    runs_self_test: bool = False
+    profiled_steps: int = 0
+
+    def __post_init__(self) -> None:
         self.profile = (
-            StepProfile(context.logbook.folder / "profile", context.name, profiled_steps)
-            if profiled_steps
+            StepProfile(self.logbook.folder / "profile", self.name, self.profiled_steps)
+            if self.profiled_steps
             else None
         )
-        self.name, self.first_step, self.seed = context.name, context.first_step, context.seed
-        self.method, self.models, self.problems = context.method, context.models, context.problems
-        self.settings, self.loop, self.renderer = context.settings, context.loop, context.renderer
-        self.logbook, self.console = context.logbook, context.console
-        self._warn_once = WarnOnce(context.console)
-        self.stage_sampler = StageSampler(context, self._warn_once)
-        self.evaluator = Evaluator(context, self.stage_sampler)
-        self.log = BatchLog(context)
+        self._warn_once = WarnOnce(self.console)
+        self.stage_sampler = StageSampler(self, self._warn_once)
+        self.evaluator = Evaluator(self, self.stage_sampler)
+        self.log = BatchLog(self)
         # state of unfinished episodes, if sampling is continuous
         self.get_engine_state: Callable[[], dict[str, Any]] | None = None
         # a checkpoint's state of unfinished episodes
@@ -88,8 +79,8 @@ class Trainer:
         if self.done:
             self.log.restore_alarms()
         self.evaluator.prepare_method()
-        if self.context.opponents is not None:
-            self.context.opponents.add_initial_version(self.models.policy, self.first_step)
+        if self.opponents is not None:
+            self.opponents.add_initial_version(self.models.policy, self.first_step)
         sampler = None
         if self.method.online or self.evaluator.samples_held_out:
             sampler = self.models.policy.save_weights_and_get_sampling_client()
@@ -103,7 +94,7 @@ class Trainer:
                     sampler,
                     conversations,
                     self.renderer,
-                    self.context.sampling_params,
+                    self.sampling_params,
                     self.seed,
                     advises_correction=_has_unused_correction(self.method.settings),
                 )
@@ -170,7 +161,7 @@ class Trainer:
         row = self.log.build_row(
             number, self._batch_start, metrics, sampler, rollouts, batch.datums
         )
-        opponents = self.context.opponents
+        opponents = self.opponents
         if rollouts is not None and opponents is not None:
             opponents.record_results(rollouts)
         if self.profile is not None:
@@ -215,17 +206,17 @@ class Trainer:
         """Save after `done` batches: the best weights if these are the best, and a checkpoint if it
         is due.
         """
-        context, loop, method = self.context, self.loop, self.method
+        loop, method = self.loop, self.method
         best, samples = loop.keep_best, self.evaluator.samples_held_out
         reads_rows = isinstance(method, RowEvaluator)
         if best == HELD_OUT_ACCURACY and best not in row:
             # a reward without a "correct" metric
             best = method.headline if reads_rows and not samples else "test/env/all/reward/total"
         if best is not None and best in row:
-            context.checkpoints.save_best(
-                context.models.policy,
-                context.first_step + done,
-                context.name,
+            self.checkpoints.save_best(
+                self.models.policy,
+                self.first_step + done,
+                self.name,
                 best,
                 row[best],
                 mode=loop.get_best_mode(best),
@@ -243,39 +234,39 @@ class Trainer:
 
     def save(self, done: int, *, final: bool = False) -> Path:
         """Save a resumable checkpoint: learner state and loop state. Return its path."""
-        context, problems = self.context, self.problems
+        problems = self.problems
         state: dict[str, Any] = {
-            "stage": context.index,
+            "stage": self.index,
             "next_batch": done,
-            "first_step": context.first_step,
-            "method": context.method.state(),
+            "first_step": self.first_step,
+            "method": self.method.state(),
             "curriculum": problems.state() if isinstance(problems, Curriculum) else None,
-            "opponents": None if context.opponents is None else context.opponents.state(),
-            "run": dict(context.identity),
+            "opponents": None if self.opponents is None else self.opponents.state(),
+            "run": dict(self.identity),
         }
         if self.get_engine_state is not None:
             state["in_flight"] = replace_nonfinite(self.get_engine_state())
-        path = context.checkpoints.save(
-            context.models.policy,
-            context.first_step + done,
-            context.name,
+        path = self.checkpoints.save(
+            self.models.policy,
+            self.first_step + done,
+            self.name,
             state,
-            keep_last=context.loop.keep_last,
+            keep_last=self.loop.keep_last,
             final=final,
-            other_clients=context.models.trainable,
+            other_clients=self.models.trainable,
         )
-        if context.opponents is not None:
-            context.opponents.prune()
+        if self.opponents is not None:
+            self.opponents.prune()
         return path
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the loop's state from what `save` wrote."""
-        self.context.method.load_state(state["method"])
+        self.method.load_state(state["method"])
         self.in_flight = state.get("in_flight")
-        if isinstance(self.context.problems, Curriculum):
-            self.context.problems.load_state(state["curriculum"])
-        if self.context.opponents is not None:
-            self.context.opponents.load_state(state.get("opponents"))
+        if isinstance(self.problems, Curriculum):
+            self.problems.load_state(state["curriculum"])
+        if self.opponents is not None:
+            self.opponents.load_state(state.get("opponents"))
 
 
 def _has_unused_correction(settings: Any) -> bool:
@@ -289,7 +280,7 @@ def describe_nonfinite(trainer: Trainer, problem: object) -> str:
     """Return stage, step and remedy of a loss or of logits that are NaN or infinite: continuing
     would destroy the weights, or train on nothing.
     """
-    complete = [row for row in trainer.logbook.checkpoints() if row.get("state_path")]
+    complete = [row for row in trainer.checkpoints.rows if row.get("state_path")]
     where = (
         f"step {trainer.done + 1} of {trainer.loop.steps} of stage {trainer.name} (step "
         f"{trainer.first_step + trainer.done + 1} of the run)"

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rl.errors import UserError
-from rl.jsonl import METRICS_FILE, read_metrics
+from rl.jsonl import METRICS_FILE, Row, read_metrics
 from rl.losses import compute_token_gradients, get_loss
 from rl.reporting import (
     ROLLOUTS,
@@ -263,7 +263,7 @@ def _compute_call(record: UpdateRecord, k: int) -> list[tuple[int, np.ndarray]]:
 
 
 def _explain_group(
-    group: int, rows: Sequence[Mapping[str, Any]], record: UpdateRecord, passes: _Passes
+    group: int, rows: Sequence[Row], record: UpdateRecord, passes: _Passes
 ) -> GroupUpdate:
     """Return the answers of a group."""
     first = rows[0]
@@ -278,7 +278,7 @@ def _explain_group(
     )
 
 
-def _list_turns(row: Mapping[str, Any]) -> list[list[TokenUpdate]]:
+def _list_turns(row: Row) -> list[list[TokenUpdate]]:
     """Return the sampled tokens of each turn of a row, with the sampler's logprobs."""
     sampled_turns = [turn for turn in row.get("turns", ()) if turn["sampled"]]
     entries = [(turn["tokens"], turn["token_ids"], turn["logprobs"]) for turn in sampled_turns] or [
@@ -290,9 +290,7 @@ def _list_turns(row: Mapping[str, Any]) -> list[list[TokenUpdate]]:
     ]
 
 
-def _explain_answer(
-    group: int, row: Mapping[str, Any], record: UpdateRecord, passes: _Passes
-) -> AnswerUpdate:
+def _explain_answer(group: int, row: Row, record: UpdateRecord, passes: _Passes) -> AnswerUpdate:
     """Return an answer with its passes. Raises UserError if the record is of other tokens."""
     turns = _list_turns(row)
     numbers = [n for n in record.list_datums(group, row["index"]) if n in passes]
@@ -313,7 +311,7 @@ def _fill_turns(
     number: int,
     columns: np.ndarray,
     record: UpdateRecord,
-    row: Mapping[str, Any],
+    row: Row,
 ) -> None:
     """Fill in the numbers of a datum at the tokens of its turns."""
     positions = slice(record.starts[number], record.ends[number])

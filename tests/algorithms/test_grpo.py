@@ -38,7 +38,7 @@ from rl.losses import LOSSES, LossSpec
 from rl.losses.losses import importance_sampling, ppo
 from rl.rollout import RolloutBatch, Trajectory, TrajectoryGroup, Transition
 from rl.trainer import stage_sampling as samples_module
-from rl.trainer.stage_sampling import AllRewardsFailed, StageContext, StageSampler, WarnOnce
+from rl.trainer.stage_sampling import AllRewardsFailed, StageSampler, WarnOnce
 from rl.trainer.trainer import Trainer, TrainingBatch
 from rl.types import ModelInput, SampledSequence
 
@@ -377,8 +377,8 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
     rows: list[dict] = []
     loop = {"steps": 9, "batch_size": 1, "eval_every": 0, "save_every": 0, "rollouts_every": 0}
     settings = GrpoSettings(loop=LoopSettings(**loop, keep_best=None))
-    context = StageContext(
-        name="grpo", index=0, run_seed=0, first_step=0,
+    trainer = Trainer(
+        name="grpo", index=0, run_seed=0, first_step=0, stop_request=StopRequest(),
         method=SimpleNamespace(settings=settings, shaping_metrics={}),
         models=SimpleNamespace(rewards=judge, opponents=None),
         problems=SimpleNamespace(epoch=lambda step, size: 0.0),
@@ -387,7 +387,6 @@ def test_a_batch_that_a_model_scored_has_a_reward_though_no_function_gave_one(ju
         **dict.fromkeys(("test_problems", "renderer", "scorer", "checkpoints")),
     )  # fmt: skip
     rollouts = RolloutBatch([group([1.0], [0.0])], [], {"emitted_tokens": 4}, 1.0, 0.5)
-    trainer = Trainer(context, stop_request=StopRequest())
     trainer.end_batch(TrainingBatch(0, rollouts), {}, None)
     has = rows[0].get("reward/total") == 0.5, "env/all/by_group/frac_mixed" in rows[0]
     assert has == (judge is not None,) * 2

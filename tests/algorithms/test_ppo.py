@@ -25,7 +25,6 @@ from rl.config import LoopSettings, ModelSettings
 from rl.rollout import Trajectory, TrajectoryGroup, Transition
 from rl.seed import derive_seed
 from rl.trainer.stage_models import StageModelFactory, make_policy
-from rl.trainer.stage_sampling import StageContext
 from rl.trainer.trainer import Trainer
 from rl.types import (
     AdamParams,
@@ -185,12 +184,12 @@ def test_minibatches_are_dealt_out_by_the_runs_seed():
     assert order(0, 1) == first and first[:3] != first[3:]
     assert order(0, 2) != first and order(1, 1) != first
     with_settings = SimpleNamespace(settings=PpoSettings(loop=LoopSettings(steps=9)))
-    context = StageContext(
+    trainer = Trainer(
         name="ppo", index=2, method=with_settings, models=None, problems=None, test_problems=None,
         renderer=None, scorer=None, run_seed=77, first_step=0, logbook=None, console=None,
-        checkpoints=None,
+        checkpoints=None, stop_request=None,
     )  # fmt: skip
-    assert Trainer(context, stop_request=None).progress(3) == Progress(3, 9, derive_seed(77, 2))
+    assert trainer.progress(3) == Progress(3, 9, derive_seed(77, 2))
 
 
 def test_epochs_end_where_the_policy_is_target_kl_away(service):

@@ -40,17 +40,12 @@ def row(**more: Any) -> dict[str, Any]:
     return {"prompt": "1+1=", "response": "2", "reward": 1.0, "advantage": 0.5, **more}
 
 
-def checkpoint(name: str, step: int, path: str) -> dict[str, Any]:
-    return {"name": name, "batch": step, "state_path": path, "sampler_path": None}
-
-
 def one_step(book: Logbook, step: int) -> None:
     """Write what a training loop writes at a step. It depends only on the step."""
     norm = float("nan") if step == 3 else 0.1 * step
     book.log(step, {"stage": "grpo", "reward/total": math.sin(step) / 3, "optim/grad_norm": norm})
     if step % 2 == 0:
         book.write_rollouts(step, [row(response=str(step))])
-        book.add_checkpoint(checkpoint(f"step-{step}", step, f"s/{step}"))
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 6, "rew'])
@@ -63,19 +58,17 @@ def test_a_killed_and_resumed_run_leaves_the_files_of_an_undisturbed_one(
             one_step(book, step)
     first = Logbook(broken)
     for step in range(6):
-        # killed here: never closed; the newest complete checkpoint is that of step 4
+        # killed here: never closed; the newest checkpoint is that of step 4
         one_step(first, step)
-    first.add_checkpoint(checkpoint("lost", 5, "s/5"))
     first.write_rollouts(5, [row(response="lost")])
     with (broken / "metrics.jsonl").open("a") as file:
         file.write(torn)
     first.write_rollouts(6, [row(response="never trained on")])
     with Logbook(broken, resume_step=4) as second:
-        assert [kept["batch"] for kept in second.checkpoints()] == [0, 2, 4]
         for step in range(5, 9):
             one_step(second, step)
     assert read_contents(broken) == read_contents(whole)
-    assert len(read_contents(whole)) == 2 + 2 * 5
+    assert len(read_contents(whole)) == 1 + 2 * 5
 
 
 def test_files_that_a_killed_launch_was_writing_are_removed(tmp_path: Path) -> None:
@@ -108,18 +101,6 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"st\n{"step": 2}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl line 2 is not JSON"):
         Logbook(tmp_path, resume_step=2)
-
-
-def test_a_checkpoint_noted_twice_is_there_once(tmp_path: Path) -> None:
-    book = Logbook(tmp_path)
-    for path in ("a", "b"):
-        book.add_checkpoint(checkpoint("last", 3, path))
-    assert book.checkpoints() == [checkpoint("last", 3, "b")]
-    with pytest.raises(ValueError, match="needs"):
-        book.add_checkpoint({"name": "x"})
-    book.add_checkpoint({"name": "other", "batch": 4})
-    book.remove_checkpoint("last")
-    assert [row["name"] for row in book.checkpoints()] == ["other"]
 
 
 def test_files_that_no_run_wrote_stay_among_the_rollouts(tmp_path: Path) -> None:
@@ -361,18 +342,18 @@ def test_quiet_keeps_warnings_and_the_end() -> None:
 
 def test_a_resumed_stage_counts_from_where_it_was() -> None:
     stream, clock = io.StringIO(), FakeClock()
-    out = console.Console(stream=stream, clock=clock, terminal=False, every=1)
-    out.stage("grpo", 100, done=80)
-    for step in (81, 82):
+    out = console.Console(stream=stream, clock=clock, terminal=False)
+    out.stage("grpo", 25, done=5)
+    for step in (6, 7):
         clock.now += 3
         out.update(step, {})
-    # 18 more steps at 3 s each, not 6 s for 82 steps
-    assert stream.getvalue() == "grpo  81/100  0:03\ngrpo  82/100  0:06, 0:54 left\n"
+    # 18 more steps at 3 s each, not 6 s for 7 steps
+    assert stream.getvalue() == "grpo  6/25  0:03\ngrpo  7/25  0:06, 0:54 left\n"
 
 
 def test_the_remaining_time_excludes_the_self_test_the_first_evaluation_and_compilation() -> None:
     stream, clock = io.StringIO(), FakeClock()
-    out = console.Console(stream=stream, clock=clock, terminal=False, every=1)
+    out = console.Console(stream=stream, clock=clock, terminal=False)
     out.stage("grpo", 10)
     clock.now += 60  # the self-test
     out.update(0, {"test/env/all/correct": 0.1})

@@ -377,6 +377,7 @@ def test_the_command_writes_the_page(tmp_path, small_plotly, monkeypatch, capsys
 def make_writer(folder: Path, **more) -> tuple[ReportWriter, MessageRecorder]:
     listener = MessageRecorder()
     launch = describe_launch(0, {"world": 1, "device": "cpu"}, [])
+    more = {"guard": lambda: None, "exceeds_grace": lambda seconds: False} | more
     return ReportWriter(folder, listener, launch, **more), listener
 
 

@@ -209,19 +209,16 @@ class Loop:
         )
         self.loop = SimpleNamespace(batch_size=plan.size, steps=plan.steps)
         self.settings = SimpleNamespace(flow=flow)
-        self.context = SimpleNamespace(
-            replay_log=SimpleNamespace(
-                batch=0, create_event_log=lambda tick, whole_stage: EventLog(tick=tick)
-            ),
-            environment=None,
-            flow=SimpleNamespace(steps_off_policy=max(1, plan.bound)),
+        self.replay_log = SimpleNamespace(
+            batch=0, create_event_log=lambda tick, whole_stage: EventLog(tick=tick)
         )
+        self.flow = SimpleNamespace(steps_off_policy=max(1, plan.bound))
         self.in_flight, self.is_save_due, self.get_engine_state = state, plan.due, None
         checks = StageSampler(SimpleNamespace(settings=SimpleNamespace(), environment=None), None)
         self.stage_sampler = SimpleNamespace(
             load_players=lambda batch: {},
             build_groups=self.build_groups,
-            start_engine=self.flow,
+            start_engine=self.start_engine,
             add_judgements=lambda rollouts: rollouts,
             check_rollouts=checks.check_rollouts,
         )
@@ -249,7 +246,7 @@ class Loop:
         return Client(self.done)
 
     @contextmanager
-    def flow(self, samplers, clock) -> Iterator[RolloutEngine]:
+    def start_engine(self, samplers, clock) -> Iterator[RolloutEngine]:
         waiters, self.stream = EnvExecutor(4), FakeStream(samplers[None], self.plan)
         yield RolloutEngine(
             {None: PlayerStream(self.stream, {"max_context": None})},

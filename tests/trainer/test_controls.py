@@ -300,8 +300,8 @@ def test_best_weights_by_the_highest_or_the_lowest_stay_with_those_at_the_last_c
             for step, value in enumerate([0.5, 0.7, 0.1, math.nan, 0.9, 0.95, 0.95], start=1):
                 checkpoints.save_best(Policy(), step, "grpo", "optim/loss", value, mode=mode)
                 if step == 2:
-                    book.add_checkpoint(resumable)
-            rows = [row for row in book.checkpoints() if row["kind"] == "best"]
+                    checkpoints = CheckpointManager(book, [*checkpoints.rows, resumable])
+            rows = [row for row in checkpoints.rows if row["kind"] == "best"]
         assert [row["batch"] for row in rows] == kept
 
 

@@ -19,7 +19,6 @@ from rl.data import Curriculum, ProblemSet
 from rl.distributed.stop_signals import StopRequest
 from rl.reporting import Console, Logbook
 from rl.trainer.checkpoint_manager import CheckpointManager
-from rl.trainer.stage_sampling import StageContext
 from rl.trainer.trainer import Trainer, TrainingBatch
 from rl.types import Problem
 
@@ -48,15 +47,14 @@ def stage_of(folder: Path, console: Console, logbook: Logbook, steps: int) -> Tr
     settings = replace(settings, loop=loop, data=data)
     ask = [{"role": "user", "content": "?"}]
     problems = [Problem(ask, {"level": i % 3}, tag="p", index=i) for i in range(30)]
-    context = StageContext(
+    return Trainer(
         name="grpo", index=0, method=METHODS["grpo"](settings),
         models=Models(StubPolicy(folder), {}),  # type: ignore[arg-type]
         problems=Curriculum(ProblemSet(problems, name="p"), data), test_problems=None,
         renderer=None, scorer=SimpleNamespace(),  # type: ignore[arg-type]
         run_seed=0, first_step=0, logbook=logbook, console=console,
-        checkpoints=CheckpointManager(logbook),
+        checkpoints=CheckpointManager(logbook), stop_request=StopRequest(),
     )  # fmt: skip
-    return Trainer(context, stop_request=StopRequest())
 
 
 def batch_metrics(step: int) -> dict[str, float]:
@@ -97,7 +95,7 @@ def test_a_stages_loop_keeps_nothing_by_the_step(tmp_path: Path, terminal: bool)
                     since = time.process_time()
         finally:
             tracemalloc.stop()
-        assert len(logbook.checkpoints()) <= 4, "checkpoints are pruned"
+        assert len(stage.checkpoints.rows) <= 4, "checkpoints are pruned"
         logbook._metrics.flush()
     # the old alarms took 3.2 kB per step
     assert held[2] - held[1] < 40_000, f"300 steps more hold {held[2] - held[1]} bytes more"

@@ -22,7 +22,7 @@ from rl.rollout.event_log import TickEvents
 from rl.trainer import evaluator, load_evaluation_opponents, stage_sampling
 from rl.trainer.execute import RunState
 from rl.trainer.saved_weights import SavedWeights
-from rl.trainer.stage_sampling import ReplayLog, StageContext
+from rl.trainer.stage_sampling import ReplayLog
 from rl.trainer.trainer import Trainer, TrainingBatch
 from rl.trainer.training_loop import train
 from rl.types import ModelInput, SampledSequence
@@ -37,14 +37,13 @@ def bare_stage(*, method=None, models=None, problems=None, keeper=None, seed=5, 
     """Return a stage with only these parts; `overridden`: methods to replace."""
     method = method or SimpleNamespace()
     method.settings = settings
-    context = StageContext(
+    stage = Trainer(
         name="grpo", index=1, method=method,
         models=models or SimpleNamespace(rewards=None, learning={}, opponents=None),
         problems=problems, test_problems=["a", "b"], renderer=renderer,
         scorer=SimpleNamespace(take_seconds=dict), run_seed=seed, first_step=3, logbook=logbook,
-        console=None, checkpoints=keeper,
+        console=None, checkpoints=keeper, stop_request=None,
     )  # fmt: skip
-    stage = Trainer(context, stop_request=None)
     stage.stage_sampler.build_groups = lambda problems, size: [(p, size) for p in problems]
     stage.stage_sampler.check_rollouts = lambda result, sampler: None
     for name, value in overridden.items():
@@ -151,9 +150,9 @@ def stage_with_parts(**models) -> Trainer:
     """Return a stage whose method, evaluation, log and checkpoints only record their calls."""
     parts = {"policy": None, "rewards": None, "trainable": {}, "opponents": None, **models}
     stage = bare_stage(models=SimpleNamespace(**parts), _warn_once=Mock())
-    stage.log, stage.console, stage.save, stage.method = Mock(), Mock(), Mock(), Mock()
+    stage.log, stage.console, stage.save = Mock(), Mock(), Mock()
     stage.log.build_row.return_value, stage.log.check_alarms.return_value = {}, []
-    stage.method.shaping_metrics = {}
+    stage.method = Mock(settings=SETTINGS, shaping_metrics={})
     stage.evaluator.evaluate = Mock(return_value={})
     stage.stop_request = StopRequest(60.0)
     return stage
@@ -165,7 +164,7 @@ def stage_with_parts(**models) -> Trainer:
 def test_a_stop_request_leaves_out_an_evaluation_that_does_not_fit(seconds, steps, evaluations):
     """The step is saved. The last step is evaluated in any case. `seconds`: of the last one."""
     stage = stage_with_parts()
-    stage.loop = replace(stage.loop, steps=steps)
+    stage.method.settings = replace(SETTINGS, loop=replace(stage.loop, steps=steps))
     stage.evaluator.seconds = seconds
     with stage.stop_request:
         stage.stop_request.has_started = True
@@ -269,12 +268,12 @@ def test_every_setting_of_adam_reaches_the_update():
 @pytest.mark.parametrize(("asked", "expected"), [(None, 0.6), (1.0, 1.0)])
 def test_held_out_answers_have_the_temperature_asked_for(asked, expected):
     sampling = SamplingSettings(temperature=0.6, eval_temperature=asked)
-    context = bare_stage(settings=GrpoSettings(sampling=sampling)).stage_sampler.context
-    temperatures = context.sampling_params.temperature, context.eval_params.temperature
+    stage = bare_stage(settings=GrpoSettings(sampling=sampling))
+    temperatures = stage.sampling_params.temperature, stage.eval_params.temperature
     assert temperatures == (0.6, expected)
 
 
-def test_a_stage_keeps_no_garbage_and_closes_its_scorers_after_an_error(monkeypatch):
+def test_a_stage_keeps_no_garbage_and_closes_its_scorers_after_an_error(monkeypatch, tmp_path):
     """A reference cycle, as of a stage's models, is freed before objects are frozen."""
     cycles, closed = [], []
 
@@ -289,13 +288,14 @@ def test_a_stage_keeps_no_garbage_and_closes_its_scorers_after_an_error(monkeypa
     monkeypatch.setattr("rl.trainer.execute.train", fail)
     run = SimpleNamespace(
         finished=False,
+        position=SimpleNamespace(rows=()),
         create_trainer=create_trainer,
         sample_scorers=SimpleNamespace(close=lambda: closed.append(True)),
     )
     gc.disable()
     try:
         with pytest.raises(LookupError, match="free"):
-            RunState.train_stages(run, None, None)
+            RunState.train_stages(run, SimpleNamespace(folder=tmp_path), None)
     finally:
         gc.enable()
     assert closed == [True]

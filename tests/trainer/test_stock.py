@@ -4,6 +4,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from rl.data import ProblemSet
+from rl.jsonl import read_jsonl
+from rl.reporting import CHECKPOINTS
 from rl.trainer.checkpoint_manager import CheckpointManager, StageSteps, scan_checkpoints
 from rl.trainer.resume import compute_data_fingerprint
 from rl.types import Problem
@@ -44,25 +46,6 @@ def test_everything_that_is_asked_or_answered_counts_in_the_fingerprint():
     assert compute_data_fingerprint(ProblemSet(rows[::-1])) != known
 
 
-class FakeLogbook:
-    """A stub of the logbook's list of checkpoints."""
-
-    def __init__(self, folder):
-        self.folder, self.rows = folder, []
-
-    def checkpoints(self):
-        return list(self.rows)
-
-    def add_checkpoint(self, row):
-        self.rows.append(row)
-
-    def remove_checkpoint(self, name):
-        self.rows = [row for row in self.rows if row["name"] != name]
-
-    def sync(self):
-        pass
-
-
 def test_each_stage_keeps_the_best_weights_of_its_own(tmp_path):
     """Superseded best weights go at the next checkpoint; those of earlier stages stay."""
 
@@ -73,7 +56,8 @@ def test_each_stage_keeps_the_best_weights_of_its_own(tmp_path):
 
         return write
 
-    keeper = CheckpointManager(FakeLogbook(tmp_path))
+    logbook = SimpleNamespace(folder=tmp_path, guard=lambda: None, sync=lambda: None)
+    keeper = CheckpointManager(logbook)
     policy = SimpleNamespace(
         save_state=written("checkpoints"), save_weights_for_sampler=written("sampler_weights")
     )
@@ -83,4 +67,5 @@ def test_each_stage_keeps_the_best_weights_of_its_own(tmp_path):
         keeper.save(policy, first + 1, stage, {}, keep_last=2, final=True)
     kept = ["a-best-000002", "b-best-000004"]
     assert sorted(path.name for path in (tmp_path / "sampler_weights").iterdir()) == kept
-    assert [row["name"] for row in keeper.logbook.rows if row["kind"] == "best"] == kept
+    rows = read_jsonl(tmp_path / CHECKPOINTS)
+    assert [row["name"] for row in rows if row["kind"] == "best"] == kept and keeper.rows == rows
