@@ -93,14 +93,13 @@ class ColumnsFormat(RowFormat):
 
     def _read_response(self, columns: Columns) -> str | None:
         """Return the response of a row; None if it has none."""
-        name = self.names.response
-        if name is None:
-            completion = columns.get("completion")
-            if isinstance(completion, str) and completion.strip():
-                return completion
-            is_message = isinstance(completion, list) and len(completion) == 1
-            return _read_answer(columns, "completion") if is_message else None
-        return _read_answer(columns, name)
+        if self.names.response is not None:
+            return _read_answer(columns, self.names.response)
+        completion = columns.get("completion")
+        if isinstance(completion, str) and completion.strip():
+            return completion
+        is_message = isinstance(completion, list) and len(completion) == 1
+        return _read_answer(columns, "completion") if is_message else None
 
 
 class MessagesFormat(RowFormat):
@@ -129,11 +128,8 @@ class ShareGPTFormat(RowFormat):
         return "conversations" in columns or isinstance(columns.get("conversation"), list)
 
     def read(self, columns: Columns) -> Problem:
-        name = (
-            "conversation"
-            if "conversation" in columns and "conversations" not in columns
-            else "conversations"
-        )
+        is_plural = "conversations" in columns or "conversation" not in columns
+        name = "conversations" if is_plural else "conversation"
         turns, system = get_column(columns, name), columns.get("system")
         if not isinstance(turns, list):
             raise BadRow(f"{name!r} must be a list of messages, this is {str(turns)[:60]!r}")
@@ -244,11 +240,8 @@ class AlpacaFormat(RowFormat):
         instances = columns.get("instances")
         if "output" in columns or instances is None:
             return [self.read(columns)]
-        if (
-            not isinstance(instances, list)
-            or not instances
-            or not all(isinstance(item, dict) for item in instances)
-        ):
+        is_list = isinstance(instances, list) and instances
+        if not is_list or not all(isinstance(item, dict) for item in instances):
             raise BadRow(
                 f"'instances' must be a non-empty list of {{'input', 'output'}}, "
                 f"this is {str(instances)[:60]!r}"

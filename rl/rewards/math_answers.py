@@ -12,6 +12,7 @@ from rl.rewards.math_formulas import COMPARE_SECONDS, formulas_equal, load_math_
 from rl.rewards.math_text import (
     FormulaTooLargeError,
     MathQuantity,
+    compute_bracket_depths,
     join_thousands,
     normalize_spelling,
     parse_exact_number,
@@ -75,7 +76,7 @@ def _equal_readings(answer: str, expected: str) -> bool:
     if remove_spaces(answer) == remove_spaces(expected):
         return True
     without_commas = [join_thousands(text) for text in (answer, expected)]
-    if _equal(without_commas[0], without_commas[1]):
+    if _equal(*without_commas):
         return True
     # 1,000 is not a list
     if without_commas == [answer, expected] or any(
@@ -127,14 +128,8 @@ def split_top(text: str, separator: str) -> list[str]:
 
 def _is_bracketed(text: str) -> bool:
     """Return whether the first bracket closes with the last character."""
-    if len(text) < 2 or text[0] not in _OPEN or text[-1] not in _CLOSE:
-        return False
-    depth = 0
-    for position, character in enumerate(text):
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if depth == 0:
-            return position == len(text) - 1
-    return False
+    *before, last = compute_bracket_depths(text) or [1]
+    return text[:1] in tuple(_OPEN) and last == 0 and 0 not in before
 
 
 def _strip_brackets(text: str) -> str:
@@ -170,7 +165,7 @@ def _split_list(text: str) -> tuple[bool, list[str]]:
     return False, _split_items(text)
 
 
-def _check_count(items: Sequence[str], kind: str) -> None:
+def _check_count(items: Sequence[str], kind: str = "a list of too many items") -> None:
     if len(items) > _MAX_ITEMS:
         raise FormulaTooLargeError(kind)
 
@@ -181,16 +176,16 @@ def _split_items(text: str) -> list[str]:
 
 def _equal_plus_minus(answer: str, expected: str) -> bool | None:
     """Compare a \\pm b as its two values, also within a list or set."""
-    if not _SIGNS.search(answer) and not _SIGNS.search(expected):
+    if not _SIGNS.search(f"{answer} {expected}"):
         return None
     sides = []
     for text in (answer, expected):
         _, items = _split_list(text)
-        _check_count(items, "a list of too many items")
+        _check_count(items)
         sides.append(
             [value for item in items for value in _expand_signs(_get_assigned_value(item))]
         )
-    return _same_items(sides[0], sides[1])
+    return _same_items(*sides)
 
 
 def _expand_signs(text: str) -> list[str]:
@@ -231,10 +226,8 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
         and names[0] != names[1]
         and not all(all(side) for side in names)
     ):
-        return all(
-            _equal_readings(_get_assigned_value(a), _get_assigned_value(b))
-            for a, b in zip(answer_items, expected_items, strict=True)
-        )
+        values = (map(_get_assigned_value, side) for side in (answer_items, expected_items))
+        return all(map(_equal_readings, *values))
     return _same_items(answer_items, expected_items)
 
 
@@ -242,7 +235,7 @@ def _same_items(answer_items: Sequence[str], expected_items: Sequence[str]) -> b
     """Return whether the items are equal in some order."""
     if len(answer_items) != len(expected_items):
         return False
-    _check_count(expected_items, "a list of too many items")
+    _check_count(expected_items)
     remaining = list(expected_items)
     for item in answer_items:
         match = next((i for i, other in enumerate(remaining) if _equal_readings(item, other)), None)
@@ -266,10 +259,9 @@ def _equal_membership(answer: str, expected: str) -> bool | None:
 
 def is_name(text: str) -> bool:
     """Return whether a text names a quantity: x, x_1, f(x), \\angle ABC, Area."""
+    text = text.strip()
     return (
-        _NAME.fullmatch(text.strip()) is not None
-        and not _FUNCTION_NAMES.match(text.strip())
-        and text.strip() not in ("e", "i")
+        bool(_NAME.fullmatch(text)) and not _FUNCTION_NAMES.match(text) and text not in ("e", "i")
     )
 
 
@@ -290,9 +282,7 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
     if len(answer_members) < 2 and len(expected_members) < 2:
         return None
     if len(expected_members) > 2:
-        return (
-            _equal(answer, expected_members[-1]) if remove_spaces(expected_members[-1]) else False
-        )
+        return bool(remove_spaces(expected_members[-1])) and _equal(answer, expected_members[-1])
     answer_members, expected_members = map(_put_name_first, (answer_members, expected_members))
     if len(expected_members) == 2:
         return _equal_equation(answer_members, expected_members, answer, expected)
@@ -337,47 +327,46 @@ def _equal_equation(
 
 def _equal_sequences(answer: str, expected: str) -> bool | None:
     """Compare tuples, points and intervals: the same brackets, and equal values in order."""
-    answer_sequence, expected_sequence = _parse_sequence(answer), _parse_sequence(expected)
-    if answer_sequence is None and expected_sequence is None:
-        return None
-    if (
-        answer_sequence is None
-        or expected_sequence is None
-        or answer_sequence[0] != expected_sequence[0]
-        or len(answer_sequence[1]) != len(expected_sequence[1])
-    ):
-        return False
-    _check_count(expected_sequence[1], "a list of too many items")
-    return all(_equal(a, b) for a, b in zip(answer_sequence[1], expected_sequence[1], strict=True))
+    sequences = [_parse_sequence(answer), _parse_sequence(expected)]
+    match sequences:
+        case [None, None]:
+            return None
+        case [(brackets, items), (expected_brackets, expected_items)] if (
+            brackets == expected_brackets and len(items) == len(expected_items)
+        ):
+            _check_count(expected_items)
+            return all(map(_equal, items, expected_items))
+    return False
 
 
 def _equal_unions(answer: str, expected: str) -> bool | None:
-    answer_parts, expected_parts = split_top(answer, _UNION), split_top(expected, _UNION)
-    if len(answer_parts) == len(expected_parts) == 1:
+    sides = [split_top(text, _UNION) for text in (answer, expected)]
+    return None if max(map(len, sides)) == 1 else _same_items(*sides)
+
+
+def _parse_matrix(text: str) -> list[list[str]] | None:
+    """Return the rows of a matrix or column, in round or square brackets; None for any other text.
+    Determinants are formulas.
+    """
+    match = _MATRIX.fullmatch(text.strip())
+    if match is None or match.group(1) in ("vmatrix", "Vmatrix"):
         return None
-    return _same_items(answer_parts, expected_parts)
+    rows = re.split(r"\\\\", match.group(2))
+    return [row.replace(r"\phantom", "").split("&") for row in rows if row.strip()]
 
 
 def _equal_matrices(answer: str, expected: str) -> bool | None:
-    """Compare matrices and columns, in round or square brackets, by their entries. Determinants are
-    formulas.
-    """
-    answer_match, expected_match = (_MATRIX.fullmatch(t.strip()) for t in (answer, expected))
-    if expected_match is None or expected_match.group(1) in ("vmatrix", "Vmatrix"):
+    """Compare matrices and columns by their entries."""
+    rows, expected_rows = _parse_matrix(answer), _parse_matrix(expected)
+    if expected_rows is None:
         return None
-    if answer_match is None or answer_match.group(1) in ("vmatrix", "Vmatrix"):
+    if rows is None or [*map(len, rows)] != [*map(len, expected_rows)]:
         return False
-    sides = [
-        [row.split("&") for row in re.split(r"\\\\", side.group(2)) if row.strip()]
-        for side in (answer_match, expected_match)
-    ]
-    if [len(row) for row in sides[0]] != [len(row) for row in sides[1]]:
-        return False
-    entries = [[entry.replace(r"\phantom", "") for row in side for entry in row] for side in sides]
-    _check_count(entries[0], "a matrix of too many entries")
-    return all(
-        _equal_readings(a.strip(), b.strip()) for a, b in zip(entries[0], entries[1], strict=True)
+    entries, expected_entries = (
+        [entry.strip() for row in side for entry in row] for side in (rows, expected_rows)
     )
+    _check_count(entries, "a matrix of too many entries")
+    return all(map(_equal_readings, entries, expected_entries))
 
 
 def _equal_values(answer: str, expected: str) -> bool:
