@@ -182,7 +182,7 @@ class Reward:
 
         NaN and infinity are accepted. Raises TypeError if the function did not return a number.
         """
-        (outcome,) = self.evaluate_many([(prompt, response, meta, episode)])
+        (outcome,) = self.iter_results([(prompt, response, meta, episode)])
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
@@ -215,10 +215,6 @@ class Reward:
             parts = [part.give_up_result(item) for part in combined.part_rewards()]
             result = combined.combine_results(item, parts)
         return replace(result, metrics={**result.metrics, GAVE_UP: 1.0})
-
-    def evaluate_many(self, items: Sequence[RewardItem]) -> list[RewardResult | BaseException]:
-        """Return the result of each item, or the exception that it raised."""
-        return list(self.iter_results(items))
 
     def iter_results(
         self, items: Sequence[RewardItem], coroutine_timeout: float | None = None

@@ -4,6 +4,7 @@ import gzip
 import json
 
 import pytest
+from grading import grade_many
 
 from rl.sandbox import Asserts, Sandbox, SandboxLimits
 
@@ -15,7 +16,7 @@ LIMITS = SandboxLimits(wall_s=40, cpu_s=30, total_s=120)  # a problem runs for s
 def grade_rows(items: list[tuple[dict, str, Asserts]]) -> tuple[list, list]:
     """Grade (row, program, tests); return the ids that pass, and those that do not with reasons."""
     with Sandbox(limits=LIMITS) as sandbox:
-        grades = sandbox.grade_many([(program, tests) for _, program, tests in items])
+        grades = grade_many(sandbox, [(program, tests) for _, program, tests in items])
     named = [(row["task_id"], grade) for (row, *_), grade in zip(items, grades, strict=True)]
     passed = [name for name, grade in named if grade.all]
     return passed, [(name, grade.reasons) for name, grade in named if not grade.all]
