@@ -66,7 +66,6 @@ def build_case_message(
         "clean": clean,
         "argv": _fill_command(language, about.start),
         "address_space": about.address_space,
-        "environment": about.environment,
     }
 
 

@@ -59,10 +59,9 @@ class PythonSession:
             self._end(lost=True)
             return SessionTurn("", str(error), None, "lost", seconds)
         if "ended" in reply:
-            self._end()
-            by = reply["ended_by"] or ("signal" if reply["signal"] else "exit")
-            return SessionTurn(reply["stdout"], reply["stderr"], None, by, reply["wall_s"])
-        by, value = _read_value(reply)
+            by, value = reply["ended_by"] or ("signal" if reply["signal"] else "exit"), None
+        else:
+            by, value = _read_value(reply)
         if by:
             self._end()
         return SessionTurn(reply["stdout"], reply["stderr"], value, by, reply["wall_s"])

@@ -215,7 +215,6 @@ class Sandbox:
             "program": program,
             "files": {**(files or {}), program_file: program},
             "limits": dataclasses.asdict(limits),
-            "keep": ["program"],
         }
 
     def _grade(self, program: str, tests: Tests, limits: SandboxLimits, early_stop: bool) -> Grade:

@@ -4,7 +4,6 @@ starts.
 
 import json
 import textwrap
-import time
 
 import pytest
 
@@ -19,7 +18,7 @@ from rl.trainer.stage_data import prepare_stage
 from rl.types import ModelInput, Problem
 
 FILE = """
-    import asyncio, time
+    import asyncio
     import a_neighbour
 
     def by_list(completions, answer, **kwargs):
@@ -40,10 +39,6 @@ FILE = """
 
     def picky(completions, **kwargs):
         return [1.0 / int(c) for c in completions]
-
-    async def waits(prompt, response, meta):
-        await asyncio.sleep(0.2)
-        return float(response)
 
     async def waits_in_lists(completions, **kwargs):
         await asyncio.sleep(0.01)
@@ -169,16 +164,6 @@ def test_none_is_left_out_of_a_sum_and_the_failing_part_is_named(file):
         sum_of("exact_match", f"{file}:nan")("", "a", {"answer": "a"})
     with pytest.raises(Exception, match="all of its parts: each returned None"):
         sum_of(f"{file}:sometimes")("", "x", {})
-
-
-def test_coroutines_wait_together_in_one_worker(file):
-    with Scorer(f"{file}:waits", workers=1, timeout=5.0) as scorer:
-        scorer.score_many([("", "0", {})])  # starts the worker
-        begin = time.monotonic()
-        scores = scorer.score_many([("", str(i), {}) for i in range(16)])
-        spent = time.monotonic() - begin
-    assert [score.reward for score in scores] == [float(i) for i in range(16)]
-    assert spent < 16 * 0.2, "one after the other they take 3.2 s"
 
 
 ROWS = [

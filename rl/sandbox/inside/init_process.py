@@ -85,11 +85,10 @@ class Init:
                 file.write(message_framing.encode_text(text))
 
     def _clean(self) -> None:
-        """Restore the initial content of the folder, and keep build results."""
-        keep = set(self.job.get("keep", ()))
+        """Restore the initial content of the folder, and keep the compiled program."""
         for place in [HOME, "/dev/shm"] if "mounts" in self.layers else [self.folder]:
             for entry in list(os.scandir(place)):
-                if entry.name in keep and place == self.folder:
+                if entry.name == "program" and place == self.folder:
                     continue
                 with contextlib.suppress(OSError):
                     if entry.is_dir(follow_symlinks=False):
@@ -210,5 +209,4 @@ def _run(job: JsonObject, message: JsonObject) -> int:
     if mode == "serve":
         return candidate.Server(job["program"], 3, 4).serve()
     argv = [word.replace("{here}", os.getcwd()) for word in message["argv"]]
-    home = {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
-    os.execve(argv[0], argv, {**os.environ, **home, **message.get("environment", {})})
+    os.execve(argv[0], argv, {**os.environ, "HOME": os.getcwd(), "TMPDIR": os.getcwd()})
