@@ -461,14 +461,14 @@ def read_messages(value: Any, name: str) -> list[Message]:
     parsed_messages = []
     for number, message in enumerate(value, start=1):
         where = f"message {number} of {name!r}"
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or "content" not in message
-        ):
-            raise BadRow(f"{where} is not {{'role': ..., 'content': ...}}: {str(message)[:60]!r}")
-        if not message["role"].strip():
-            raise BadRow(f"{where} has an empty role")
+        match message:
+            case {"role": str(role), "content": content}:
+                if not role.strip():
+                    raise BadRow(f"{where} has an empty role")
+            case _:
+                raise BadRow(
+                    f"{where} is not {{'role': ..., 'content': ...}}: {str(message)[:60]!r}"
+                )
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
             raise BadRow(
@@ -482,22 +482,13 @@ def read_messages(value: Any, name: str) -> list[Message]:
                 f"{where} has a reasoning_content that is no text: "
                 f"{str(message['reasoning_content'])[:60]!r}"
             )
-        content = message["content"]
         # Contents with images are checked in rl.data.row_images, which knows the row's images.
         if not has_images([message]):
             content = "" if content is None and calls else _content(content, where)
         # In a table every message has every key; the absent values are None.
-        parsed_messages.append(
-            {
-                **{
-                    key: field_value
-                    for key, field_value in message.items()
-                    if field_value is not None
-                },
-                **({} if calls is None else {"tool_calls": calls}),
-                "content": content,
-            }
-        )
+        parsed = {key: value for key, value in message.items() if value is not None}
+        parsed |= {} if calls is None else {"tool_calls": calls}
+        parsed_messages.append({**parsed, "content": content})
     if not any(
         message["role"] == "user" and content_to_text(message["content"]).strip()
         for message in parsed_messages

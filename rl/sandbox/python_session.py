@@ -75,9 +75,8 @@ class PythonSession:
 
     def close(self) -> None:
         """End the interpreter and remove its worker. A second call does nothing."""
-        if not self._pool.closed:
-            self._end()
-            self._pool.remove_worker(self._worker)
+        self._end()
+        self._pool.remove_worker(self._worker)
 
     def __enter__(self) -> PythonSession:
         return self

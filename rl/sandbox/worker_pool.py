@@ -125,7 +125,7 @@ class WorkerPool:
         self._start = start
         self._idle_workers: queue.LifoQueue[SandboxWorker | None] = queue.LifoQueue()
         self._lock = threading.Lock()
-        self._workers: list[SandboxWorker] = []
+        self._workers: set[SandboxWorker] = set()
         self.closed = False
         for _ in range(count):
             self._idle_workers.put(self.add_worker())
@@ -134,7 +134,7 @@ class WorkerPool:
         """Create a worker outside of the queue of idle workers, for a session."""
         worker = SandboxWorker(self._start_zygote, *_claim_core())
         with self._lock:
-            self._workers.append(worker)
+            self._workers.add(worker)
         return worker
 
     def remove_worker(self, worker: SandboxWorker) -> None:
@@ -142,8 +142,7 @@ class WorkerPool:
         worker.kill_zygote()
         worker.core_claim.close()
         with self._lock:
-            if worker in self._workers:
-                self._workers.remove(worker)
+            self._workers.discard(worker)
 
     @contextlib.contextmanager
     def open_job(self, job: JsonObject) -> Any:

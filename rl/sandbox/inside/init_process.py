@@ -103,7 +103,7 @@ class Init:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         pid = os.fork()
         if pid == 0:
-            _become_candidate(self.job, message, fds, self.layers, self.monitor.fileno())
+            _become_candidate(self.job, message, fds, self.layers)
         for descriptor in fds:
             os.close(descriptor)
         message_framing.send(self.monitor, {"started": pid})
@@ -166,7 +166,7 @@ def list_descendants(root: int) -> list[int]:
 
 
 def _become_candidate(
-    job: JsonObject, message: JsonObject, fds: list[int], layers: set[str], control: int
+    job: JsonObject, message: JsonObject, fds: list[int], layers: set[str]
 ) -> None:
     """Drop every right in the new process, then run the program. Never returns."""
     code = 1
