@@ -14,13 +14,12 @@ from fractions import Fraction
 from itertools import accumulate
 
 MAX_DIGITS = 2000  # of a number that is compared; also the largest exponent of ten
-_REPLACEMENTS = (
-    ("−", "-"), ("–", "-"), ("×", r"\times "), ("·", r"\cdot "), ("⋅", r"\cdot "), ("÷", r"\div "),
-    ("π", r"\pi "), ("∞", r"\infty "), ("≤", r"\le "), ("≥", r"\ge "), ("≠", r"\ne "),
-    ("∪", r"\cup "), ("∩", r"\cap "), ("±", r"\pm "), ("∈", r"\in "), ("ℝ", r"\mathbb{R}"),
-    ("½", r"\frac{1}{2}"), ("²", "^{2}"), ("³", "^{3}"), ("…", r"\ldots "), ("º", "°"),
-    ("{,}", ","), (r"\%", "%"), (r"\$", "$"),
-)  # fmt: skip
+_SYMBOLS = str.maketrans({
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ",
+    "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ",
+    "∩": r"\cap ", "±": r"\pm ", "∈": r"\in ", "ℝ": r"\mathbb{R}", "½": r"\frac{1}{2}",
+    "²": "^{2}", "³": "^{3}", "…": r"\ldots ", "º": "°", "√": r"\sqrt ",
+})  # fmt: skip
 _ROOTS = re.compile(r"√\s*(?:\(([^()]+)\)|(\d+(?:\.\d+)?))")
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _SPACES = re.compile(
@@ -100,9 +99,8 @@ class MathQuantity:
 def normalize_spelling(text: str) -> str:
     """Return the answer in LaTeX's names, without dollar signs, spacing and size commands."""
     text = _ROOTS.sub(lambda match: rf"\sqrt{{{match.group(1) or match.group(2)}}}", text)
-    text = text.replace("√", r"\sqrt ")
-    for symbol, latex in _REPLACEMENTS:
-        text = text.replace(symbol, latex)
+    text = text.translate(_SYMBOLS)
+    text = text.replace("{,}", ",").replace(r"\%", "%").replace(r"\$", "$")
     if text.startswith((r"\(", r"\[")):
         text = re.sub(r"\\[()\[\]](?!\s*\d*(?:pt|em))", "", text)
     text = _SPACES.sub(
