@@ -182,9 +182,7 @@ def _equal_plus_minus(answer: str, expected: str) -> bool | None:
     for text in (answer, expected):
         _, items = _split_list(text)
         _check_count(items)
-        sides.append(
-            [value for item in items for value in _expand_signs(_get_assigned_value(item))]
-        )
+        sides.append([v for item in items for v in _expand_signs(_split_assignment(item)[1])])
     return _same_items(*sides)
 
 
@@ -199,10 +197,12 @@ def _expand_signs(text: str) -> list[str]:
     return [re.sub(r"(^|[(,=]\s*)\+", r"\1", value) for value in values]
 
 
-def _get_assigned_value(item: str) -> str:
-    """Return the value of "x = value"; any other item unchanged."""
-    members = split_top(item, _EQUALS)
-    return members[-1] if len(members) == 2 and is_name(members[0]) else item
+def _split_assignment(item: str) -> tuple[str, str]:
+    """Return (x, value) of "x = value"; ("", item) of any other item."""
+    match split_top(item, _EQUALS):
+        case [name, value] if is_name(name):
+            return name, value
+    return "", item
 
 
 def _equal_lists(answer: str, expected: str) -> bool | None:
@@ -214,21 +214,19 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
     sides = [items if is_set or len(items) > 1 else [] for is_set, items in lists]
     if not any(sides):
         return None
-    answer_items, expected_items = sides[0] or [answer], sides[1] or [expected]
-    if len(answer_items) != len(expected_items):
+    sides = [sides[0] or [answer], sides[1] or [expected]]
+    if len(sides[0]) != len(sides[1]):
         return False
-    names = [
-        [split_top(item, _EQUALS)[0] if _get_assigned_value(item) != item else "" for item in side]
-        for side in (answer_items, expected_items)
-    ]
+    names, values = (
+        [[_split_assignment(item)[part] for item in side] for side in sides] for part in (0, 1)
+    )
     if (
         any(len(set(side)) > 1 for side in names)
         and names[0] != names[1]
         and not all(all(side) for side in names)
     ):
-        values = (map(_get_assigned_value, side) for side in (answer_items, expected_items))
         return all(map(_equal_readings, *values))
-    return _same_items(answer_items, expected_items)
+    return _same_items(*sides)
 
 
 def _same_items(answer_items: Sequence[str], expected_items: Sequence[str]) -> bool:
@@ -250,9 +248,7 @@ def _equal_membership(answer: str, expected: str) -> bool | None:
     sides = [split_top(text, _IN) for text in (answer, expected)]
     if not any(len(side) == 2 and is_name(side[0]) for side in sides):
         return None
-    if all(len(side) == 2 for side in sides) and remove_spaces(sides[0][0]) != remove_spaces(
-        sides[1][0]
-    ):
+    if len({remove_spaces(side[0]) for side in sides if len(side) == 2}) > 1:
         return False
     return _equal(sides[0][-1], sides[1][-1])
 
@@ -276,14 +272,11 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
     Each other member of the chain must equal the expected value too, except for names and formulas
     in other letters.
     """
-    answer_members, expected_members = (
-        list(filter(None, split_top(text, _EQUALS))) for text in (answer, expected)
-    )
+    answer_members, expected_members = _split_chain(answer), _split_chain(expected)
     if len(answer_members) < 2 and len(expected_members) < 2:
         return None
     if len(expected_members) > 2:
         return bool(remove_spaces(expected_members[-1])) and _equal(answer, expected_members[-1])
-    answer_members, expected_members = map(_put_name_first, (answer_members, expected_members))
     if len(expected_members) == 2:
         return _equal_equation(answer_members, expected_members, answer, expected)
     gold = expected_members[0]
@@ -291,16 +284,17 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
     first = answer_members[0]
     free = is_name(first) or bool(_SYMBOLS.fullmatch(first) and _find_letters(first) - letters)
     members = answer_members[1:] if free else answer_members
-    for position, member in enumerate(members):
-        last = position == len(members) - 1
-        foreign = bool(_find_letters(member) - letters) and (free or position > 0) and not last
-        if not foreign and not _equal(member, gold):
-            return False
-    return True
+    compared = [  # the last, the first if it is no name, and the others without other letters
+        member
+        for position, member in enumerate(members, start=free)
+        if member is members[-1] or position == 0 or not _find_letters(member) - letters
+    ]
+    return all(_equal(member, gold) for member in compared)
 
 
-def _put_name_first(members: list[str]) -> list[str]:
-    """Return the members of value = x as x = value."""
+def _split_chain(text: str) -> list[str]:
+    """Return the members of a chain of equalities, those of value = x as x = value."""
+    members = [member for member in split_top(text, _EQUALS) if member]
     is_reversed = len(members) == 2 and is_name(members[1]) and not is_name(members[0])
     return members[::-1] if is_reversed else members
 
@@ -377,21 +371,22 @@ def _equal_values(answer: str, expected: str) -> bool:
     """
     bases = [_BASE.fullmatch(re.sub(r"\s", "", text)) for text in (answer, expected)]
     if any(bases):
-        return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]  # all of them are matches
-    answer_quantity, expected_quantity = parse_quantity(answer), parse_quantity(expected)
-    if len({answer_quantity.unit, expected_quantity.unit} - {None}) > 1:
+        digits = [match and match.groups() for match in bases]
+        return digits[0] == digits[1]
+    sides = [parse_quantity(answer), parse_quantity(expected)]
+    if len({side.unit for side in sides} - {None}) > 1:
         return False
-    numbers = [parse_exact_number(side.text) for side in (answer_quantity, expected_quantity)]
-    if numbers[0] is None or numbers[1] is None:
-        return _equal_formulas(answer_quantity, expected_quantity)
+    numbers = [parse_exact_number(side.text) for side in sides]
+    if None in numbers:
+        return _equal_formulas(*sides)
     values = [
         n * side.factor / (100 if side.percent else 1)
-        for n, side in zip(numbers, (answer_quantity, expected_quantity), strict=True)
+        for n, side in zip(numbers, sides, strict=True)
         if n is not None
     ]
     # A percent sign or a unit may be omitted. An unexpected percent sign divides the number by 100.
     return values[0] == values[1] or (
-        expected_quantity.percent and not answer_quantity.percent and numbers[0] == numbers[1]
+        sides[1].percent and not sides[0].percent and numbers[0] == numbers[1]
     )
 
 

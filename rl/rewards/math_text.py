@@ -167,11 +167,11 @@ def parse_quantity(text: str) -> MathQuantity:
     match = _TRAILING_TEXT.fullmatch(text)
     words, power = "", None
     if match and not match.group(1).endswith(("\\", "text")):
-        words, power = " ".join(re.findall(TEXT_COMMAND, match.group(2))), match.group(4)
-        text = match.group(1)
+        text, commands, _, power = match.groups()
+        words = " ".join(re.findall(TEXT_COMMAND, commands))
     elif match := _TRAILING_WORDS.fullmatch(text):
         if all(word.lower() in _UNIT_WORDS for word in re.split(r"[ /.]+", match.group(2)) if word):
-            text, words, power = match.group(1), match.group(2), match.group(3)
+            text, words, power = match.groups()
     names = [word for word in re.split(r"[\s/.]+", words.lower()) if word]
     factor = math.prod(_MULTIPLIERS.get(name, 1) for name in names)
     percent = not {"percent", "%"}.isdisjoint(names)
