@@ -462,7 +462,7 @@ def test_a_killed_caller_leaves_no_process_behind():
     code = (
         "import threading, time\nfrom rl.sandbox import Sandbox\ns = Sandbox(workers=1)\n"
         "threading.Thread(target=s.run, args=('import time; time.sleep(300)',)).start()\n"
-        "while not s._worker_pool._workers[0].zygote: time.sleep(0.05)\ntime.sleep(0.5)\n"
+        "while not s._worker_pool._workers.copy().pop().zygote: time.sleep(0.05)\ntime.sleep(0.5)\n"
         "print('running', flush=True)\ntime.sleep(300)"
     )
     caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
