@@ -42,17 +42,15 @@ class ContaminationResult:
         return {**record, "first": [list(pair) for pair in self.shared[:_SHOWN]]}
 
     def __str__(self) -> str:
-        first = "; ".join(f"{a} and {b}" for a, b in self.shared[:_SHOWN]) + (
-            "; ..." if len(self.shared) > _SHOWN else ""
+        text = (
+            f"{len(self.shared)} of {self.held_out} held-out problems share {WORDS_IN_A_ROW} words "
+            f"in a row (or the whole text) with some of {self.trained} training problems"
         )
-        count = f"{len(self.shared)} of {self.held_out} held-out problems"
-        description = (
-            f"share {WORDS_IN_A_ROW} words in a row (or the whole text) with some of "
-            f"{self.trained} training problems"
-        )
-        return f"{count} {description}" + (
-            f": {first}. Results on these may be memorized" if self.shared else ""
-        )
+        if not self.shared:
+            return text
+        more = "; ..." if len(self.shared) > _SHOWN else ""
+        first = "; ".join(f"{a} and {b}" for a, b in self.shared[:_SHOWN])
+        return f"{text}: {first}{more}. Results on these may be memorized"
 
 
 def find_contamination(train: ProblemSet, held_out: ProblemSet) -> ContaminationResult:

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rl.data.row_readers import (
     FILE_SUFFIXES,
@@ -47,13 +46,9 @@ def find_files(folder: Path, split: str, config: str | None = None) -> list[Path
         return find_files(_find_snapshot(folder), split, config)
     readme = _files_of_readme(folder, config)
     for name in SPLIT_ALIASES.get(split, (split,)):
-        for files in (
-            _files_by_name(folder, name),
-            _files_of_saved(folder, name),
-            readme.get(name, []),
-        ):
-            if files:
-                return files
+        named = [path for suffix in FILE_SUFFIXES if (path := folder / f"{name}{suffix}").is_file()]
+        if files := named[:1] or _files_of_saved(folder, name) or readme.get(name):
+            return files
         if files := _files_by_pattern(folder, name, config):
             splits = [key for key, listed in readme.items() if not {*files}.isdisjoint(listed)]
             if len(splits) > 1:
@@ -62,10 +57,9 @@ def find_files(folder: Path, split: str, config: str | None = None) -> list[Path
                     "pass a file of one of them, or a folder of its files"
                 )
             return files
-    loose = _data_files(folder)
     if (
         split == "train"
-        and loose
+        and (loose := _data_files(folder))
         and not (folder / "dataset_dict.json").is_file()
         and not any(map(_names_a_split, loose))
     ):
@@ -79,24 +73,24 @@ def find_files(folder: Path, split: str, config: str | None = None) -> list[Path
     )
 
 
-def _files_by_name(folder: Path, name: str) -> list[Path]:
-    """Return the file <name>.<suffix> of the first data suffix that exists."""
-    files = (folder / f"{name}{suffix}" for suffix in FILE_SUFFIXES)
-    return [path for path in files if path.is_file()][:1]
-
-
 def _files_of_saved(folder: Path, name: str) -> list[Path]:
-    """Return a split's files in the output of `save_to_disk` (see `find_files`)."""
+    """Return a split's files in the output of `save_to_disk` (see `find_files`), which state.json
+    lists. Raises UserError if it cannot be read, or if any file is missing.
+    """
     if (folder / "dataset_dict.json").is_file():
-        return _arrow_files(folder / name)
-    return _arrow_files(folder) if name == "train" else []
-
-
-def _arrow_files(folder: Path) -> list[Path]:
-    """Return the files that state.json lists. Raises UserError if any is missing."""
-    if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
+        folder /= name
+    elif name != "train":
         return []
-    listed = _json(folder / "state.json").get("_data_files", [])
+    state_file = folder / "state.json"
+    if not state_file.is_file() or not (folder / "dataset_info.json").is_file():
+        return []
+    try:
+        state = json.loads(state_file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"{state_file} cannot be read ({error}): save the data set again"
+        ) from error
+    listed = state.get("_data_files", []) if isinstance(state, dict) else []
     files = [folder / str(item.get("filename")) for item in listed if isinstance(item, dict)]
     if missing := [path.name for path in files if not path.is_file()]:
         raise UserError(
@@ -106,61 +100,34 @@ def _arrow_files(folder: Path) -> list[Path]:
     return files
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; {} for any other JSON. Raises UserError if the file is no JSON."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}): save the data set again") from error
-    return value if isinstance(value, dict) else {}
-
-
 def _files_of_readme(folder: Path, config: str | None) -> dict[str, list[Path]]:
     """Return the files that the repository's README names for a configuration, by split.
 
     Raises UserError if the configuration is unknown, or missing and not determined.
     """
-    readme = folder / "README.md"
-    head = (
-        re.match(
-            r"---\n(.*?)\n---", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL
-        )
-        if readme.is_file()
-        else None
-    )
-    if head is None:
-        return {}
     import yaml
 
+    readme = folder / "README.md"
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    head = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     try:
-        front_matter = yaml.safe_load(head[1])
+        front_matter = yaml.safe_load(head[1]) if head else None
     except yaml.YAMLError:
         return {}
-    configs = [
-        item
-        for item in (front_matter.get("configs") or [] if isinstance(front_matter, dict) else [])
-        if isinstance(item, Mapping)
-    ]
+    listed = front_matter.get("configs") or [] if isinstance(front_matter, dict) else []
+    configs = {str(item.get("config_name")): item for item in listed if isinstance(item, Mapping)}
     if not configs:
         return {}
-    config_names = [str(item.get("config_name")) for item in configs]
-    if config is not None and config not in config_names:
+    if config is not None and config not in configs:
+        raise UserError(f"{readme} names no configuration {config!r}: it has {', '.join(configs)}")
+    defaults = [name for name, item in configs.items() if item.get("default") or name == "default"]
+    if config is None and not defaults and len(configs) > 1:
         raise UserError(
-            f"{readme} names no configuration {config!r}: it has {', '.join(config_names)}"
-        )
-    default = next(
-        (item for item in configs if item.get("default") or item.get("config_name") == "default"),
-        None,
-    )
-    if config is None and default is None and len(configs) > 1:
-        raise UserError(
-            f"{folder} has the configurations {', '.join(config_names)}: choose one with "
+            f"{folder} has the configurations {', '.join(configs)}: choose one with "
             f"--dataset-config"
         )
-    chosen = next(
-        (item for item in configs if item.get("config_name") == config), default or configs[0]
-    )
-    files = chosen.get("data_files") or []
+    chosen = next(name for name in (config, *defaults, *configs) if name is not None)
+    files = configs[chosen].get("data_files") or []
     if isinstance(files, (str, list)) and not any(isinstance(item, Mapping) for item in files):
         files = [{"split": "train", "path": files}]
     by_split: dict[str, dict[Path, None]] = {}  # each file once
@@ -177,12 +144,9 @@ def _files_of_readme(folder: Path, config: str | None) -> dict[str, list[Path]]:
 
 def _files_by_pattern(folder: Path, name: str, config: str | None) -> list[Path]:
     """Return the shards of the split by file name, or all data files in a folder of its name."""
-    places = [
-        folder / part
-        for part in ([config, f"data/{config}"] if config else ["", "data", "main", "default"])
-    ]
+    parts = [config, f"data/{config}"] if config else ["", "data", "main", "default"]
     pattern = re.compile(rf"(.*[._-])?{re.escape(name)}([._-].*)?", re.IGNORECASE)
-    for place in (p for p in places if p.is_dir()):
+    for place in (folder / part for part in parts if (folder / part).is_dir()):
         matches = [
             path
             for path in _data_files(place)
@@ -221,11 +185,10 @@ def _find_snapshot(folder: Path) -> Path:
     main = folder / "refs" / "main"
     name = main.read_text().strip() if main.is_file() else ""
     revisions = sorted(path for path in (folder / "snapshots").iterdir() if path.is_dir())
-    if not (folder / "snapshots" / name).is_dir() or not name:
-        if len(revisions) != 1:
-            raise UserError(
-                f"{folder} holds {len(revisions)} revisions: choose among "
-                f"{', '.join(str(path) for path in revisions[:5])}"
-            )
-        return revisions[0]
-    return folder / "snapshots" / name
+    candidates = [path for path in revisions if path.name == name] or revisions
+    if len(candidates) != 1:
+        raise UserError(
+            f"{folder} holds {len(revisions)} revisions: choose among "
+            f"{', '.join(str(path) for path in revisions[:5])}"
+        )
+    return candidates[0]

@@ -49,13 +49,10 @@ class LengthLimits:
 
     def prompt_limit(self, sampled: int) -> tuple[int | None, str]:
         """Return (limit of a prompt before `sampled` sampled tokens, text of the setting)."""
-        prompt, row = (
-            self.max_prompt_tokens,
-            None if self.max_row_tokens is None or not sampled else self.max_row_tokens - sampled,
-        )
-        if row is None or (prompt is not None and prompt <= row):
+        prompt, row = self.max_prompt_tokens, self.max_row_tokens
+        if row is None or not sampled or (prompt is not None and prompt <= row - sampled):
             return prompt, f"max_prompt_tokens {prompt}"
-        return row, f"max_row_tokens {self.max_row_tokens} with max_tokens {sampled}"
+        return row - sampled, f"max_row_tokens {row} with max_tokens {sampled}"
 
     def limit_error(self, text: str) -> RowTooLong:
         """Return the error for a row that exceeds a configured limit."""
@@ -88,20 +85,15 @@ def cut_prompt(problem: Problem, renderer: Renderer, limit: int, where: str) -> 
             "leave out the row"
         )
     at = max(users, key=lambda i: len(messages[i]["content"]))
-    tokens = renderer.encode(messages[at]["content"])
-    length = renderer.build_generation_prompt(messages).length
     for _ in range(_TRIES):
+        length = renderer.build_generation_prompt(messages).length
         if length <= limit:
             return replace(problem, messages=tuple(messages))
-        tokens = tokens[length - limit :]
+        tokens = renderer.encode(messages[at]["content"])[length - limit :]
         if not tokens:
             break
         # without a partial character at the beginning
         messages[at] = {**messages[at], "content": renderer.decode(tokens).lstrip("\ufffd")}
-        tokens, length = (
-            renderer.encode(messages[at]["content"]),
-            renderer.build_generation_prompt(messages).length,
-        )
     raise UserError(
         f"{where} cannot be cut to a prompt of {limit} tokens: without its longest user message "
         f"it still takes {length}; raise max_prompt_tokens, or leave out the row"

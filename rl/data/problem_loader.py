@@ -217,14 +217,8 @@ def find_default_reward(source: str) -> str | None:
 
 def _first_good_row(source: str) -> Columns | None:
     """Return the columns of a file's first good row; None if it has no good row."""
-    return next(
-        (
-            row.columns
-            for row in _read_source(source, "train", None)[0]
-            if not isinstance(row.content, BadRow)
-        ),
-        None,
-    )
+    rows, _ = _read_source(source, "train", None)
+    return next((row.columns for row in rows if not isinstance(row.content, BadRow)), None)
 
 
 def _parse_options(text: str) -> dict[str, str]:
@@ -238,14 +232,11 @@ def _parse_options(text: str) -> dict[str, str]:
 def _read_source(source: str, split: str, config: str | None) -> tuple[Iterator[Row], str]:
     """Return the rows of a path or hub name, and the label of the source."""
     if not _is_local_path(source):
-        label = source.rpartition("/")[2]
+        name = source
         if (entry := find_dataset(source)) is not None:
-            return read_hub(
-                entry.hub,
-                entry.config if config is None else config,
-                entry.hub_split(source, split),
-            ), label
-        return read_hub(source, config, split), label
+            name, split = entry.hub, entry.hub_split(source, split)
+            config = entry.config if config is None else config
+        return read_hub(name, config, split), source.rpartition("/")[2]
     paths, label = _find_source_files(source, split, config)
     return (row for path in paths for row in read_file(path)), label
 
@@ -276,22 +267,16 @@ def _is_local_path(source: str) -> bool:
     path = Path(source).expanduser()
     if path.exists():
         return True
-    looks_like_path = (
-        source.startswith((os.sep, "./", "../", "~"))
-        or source.endswith(FILE_SUFFIXES)
-        or source.count("/") > 1
-    )
-    if looks_like_path:
+    starts_like_path = source.startswith((os.sep, "./", "../", "~"))
+    if starts_like_path or source.endswith(FILE_SUFFIXES) or source.count("/") > 1:
         raise UserError(
             f"data file or folder {source} does not exist (current directory: {Path.cwd()})"
             f"{suggest_path(path)}"
         )
-    if find_dataset(source) is not None:
-        return False
     close_matches = difflib.get_close_matches(
         source.partition(":")[0], [*GENERATED, *DATASET_REGISTRY], n=1, cutoff=0.75
     )
-    if close_matches and "/" not in source:
+    if close_matches and "/" not in source and find_dataset(source) is None:
         raise UserError(f"no data source is named {source!r}: did you mean {close_matches[0]!r}?")
     return False
 

@@ -43,19 +43,11 @@ class PromptTemplate:
         prompt_messages = list(messages)
         if self.system is not None and prompt_messages[0]["role"] != "system":
             prompt_messages = [{"role": "system", "content": self.system}, *prompt_messages]
-        at = next(
-            (
-                i
-                for i in reversed(range(len(prompt_messages)))
-                if prompt_messages[i]["role"] == "user"
-            ),
-            None,
-        )
-        if at is not None and (self.template is not None or self.suffix is not None):
-            prompt_messages[at] = {
-                **prompt_messages[at],
-                "content": self._apply_to_content(prompt_messages[at]["content"], columns),
-            }
+        users = [i for i, message in enumerate(prompt_messages) if message["role"] == "user"]
+        if users and (self.template is not None or self.suffix is not None):
+            message = prompt_messages[users[-1]]
+            content = self._apply_to_content(message["content"], columns)
+            prompt_messages[users[-1]] = {**message, "content": content}
         return tuple(prompt_messages)
 
     def apply_to_set(self, problems: ProblemSet) -> ProblemSet:
@@ -73,11 +65,9 @@ class PromptTemplate:
         """Wrap a message's content; in content with images, wrap the last text."""
         if not isinstance(content, list):
             return self._apply_to_text(content, columns)
-        at = max(
-            (i for i, part in enumerate(content) if part.get("type") == "text"),
-            default=len(content),
-        )
-        prompt = self._apply_to_text(content[at]["text"] if at < len(content) else "", columns)
+        texts = [i for i, part in enumerate(content) if part.get("type") == "text"]
+        at = texts[-1] if texts else len(content)
+        prompt = self._apply_to_text(content[at]["text"] if texts else "", columns)
         return [*content[:at], {"type": "text", "text": prompt}, *content[at + 1 :]]
 
     def _apply_to_text(self, prompt: str, columns: Columns) -> str:

@@ -125,11 +125,10 @@ def filter_answers(
     cutoff = reward_threshold if reward_threshold is not None else -math.inf
     if top_fraction is not None:
         cutoff = rewards[max(1, math.ceil(top_fraction * len(rewards))) - 1]
+    best = [(p, tuple(a for a in p.answers if a.reward >= cutoff)) for p in problems]
     problems_kept = [
-        replace(p, answers=tuple(a for a in p.answers if a.reward >= cutoff)) for p in problems
-    ]
-    problems_kept = [
-        replace(p, index=i) for i, p in enumerate(p for p in problems_kept if p.answers)
+        replace(p, answers=answers, index=i)
+        for i, (p, answers) in enumerate(pair for pair in best if pair[1])
     ]
     if not problems_kept:
         raise UserError(
@@ -224,11 +223,8 @@ def _logprobs(value: Any, count: int) -> tuple[float, ...] | None:
     """
     if value is None:
         return None
-    if (
-        not isinstance(value, list)
-        or len(value) != count
-        or not all(_is_number(x) and x < 1e-3 for x in value)
-    ):
+    is_list = isinstance(value, list) and len(value) == count
+    if not is_list or not all(_is_number(x) and x < 1e-3 for x in value):
         raise BadRow(
             f"'logprobs' has one number for each of the {count} response_tokens, at most 0, "
             f"this is {str(value)[:60]!r}"

@@ -91,16 +91,19 @@ class RowCheck:
         least 1 byte.
         """
         where = problem.place or f"row {problem.index} of {self.name}"
-        answers = {field: getattr(problem, field) for field in self.reads}
-        if self.skip_missing:
-            answers = {field: answer for field, answer in answers.items() if answer is not None}
+        answers = {
+            field: answer
+            for field in self.reads
+            if (answer := getattr(problem, field)) is not None or not self.skip_missing
+        }
         for field, answer in answers.items():
             if answer is None:
-                others = ", ".join(map(repr, problem.meta)) or "nothing"
-                shape = f"beside its prompt it has {others}; such a row is {_EXAMPLES[field]}"
                 flag = _suggest_response_flag(problem) if field == "response" else ""
-                hint = f"; here: {flag}" if flag else ""
-                raise UserError(f"{where} has {_REMEDIES[field]} ({shape}){hint}")
+                raise UserError(
+                    f"{where} has {_REMEDIES[field]} (beside its prompt it has "
+                    f"{', '.join(map(repr, problem.meta)) or 'nothing'}; such a row is "
+                    f"{_EXAMPLES[field]})" + (f"; here: {flag}" if flag else "")
+                )
         if self.sampled and not problem.messages:
             raise UserError(
                 f"{where} is a text without a prompt, but an answer to a prompt is to be sampled: "
@@ -232,26 +235,19 @@ def select_good_rows(
         if checked is not problem:
             changed[i] = checked
     if faults:
-        raise _faulty_rows_error([str(fault) for fault in faults], len(good_indices)) from faults[0]
+        texts = [str(fault) for fault in faults]
+        text = ""  # the fault itself if all rows share it, else a listing
+        if len(texts) == 1:
+            text = texts[0]
+        elif not good_indices and len({kind_of_fault(text) for text in texts}) == 1:
+            text = f"{texts[0]}\nAll {len(texts)} rows have this fault."
+        is_partial = len(texts) == _MAX_FAULTS
+        raise FaultyRows(texts, len(good_indices), is_partial=is_partial, text=text) from faults[0]
     bad.raise_or_log(len(good_indices), {})
     long.raise_or_log(len(good_indices), {})
     if changed:
         problems = problems.with_rows(changed)
     return problems if len(good_indices) == len(problems) else problems.subset(good_indices)
-
-
-def _faulty_rows_error(texts: Sequence[str], good: int) -> FaultyRows:
-    """Return the error for faulty rows: the fault itself if all rows share it, else a listing."""
-    alike = not good and len({kind_of_fault(text) for text in texts}) == 1
-    text = texts[0] + (
-        f"\nAll {len(texts)} rows have this fault." if alike and len(texts) > 1 else ""
-    )
-    return FaultyRows(
-        texts,
-        good,
-        is_partial=len(texts) == _MAX_FAULTS,
-        text=text if alike or len(texts) == 1 else "",
-    )
 
 
 def make_answers_check(

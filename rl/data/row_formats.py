@@ -93,14 +93,13 @@ class ColumnsFormat(RowFormat):
 
     def _read_response(self, columns: Columns) -> str | None:
         """Return the response of a row; None if it has none."""
-        name = self.names.response
-        if name is None:
-            completion = columns.get("completion")
-            if isinstance(completion, str) and completion.strip():
-                return completion
-            is_message = isinstance(completion, list) and len(completion) == 1
-            return _read_answer(columns, "completion") if is_message else None
-        return _read_answer(columns, name)
+        if self.names.response is not None:
+            return _read_answer(columns, self.names.response)
+        completion = columns.get("completion")
+        if isinstance(completion, str) and completion.strip():
+            return completion
+        is_message = isinstance(completion, list) and len(completion) == 1
+        return _read_answer(columns, "completion") if is_message else None
 
 
 class MessagesFormat(RowFormat):
@@ -129,11 +128,8 @@ class ShareGPTFormat(RowFormat):
         return "conversations" in columns or isinstance(columns.get("conversation"), list)
 
     def read(self, columns: Columns) -> Problem:
-        name = (
-            "conversation"
-            if "conversation" in columns and "conversations" not in columns
-            else "conversations"
-        )
+        is_plural = "conversations" in columns or "conversation" not in columns
+        name = "conversations" if is_plural else "conversation"
         turns, system = get_column(columns, name), columns.get("system")
         if not isinstance(turns, list):
             raise BadRow(f"{name!r} must be a list of messages, this is {str(turns)[:60]!r}")
@@ -244,11 +240,8 @@ class AlpacaFormat(RowFormat):
         instances = columns.get("instances")
         if "output" in columns or instances is None:
             return [self.read(columns)]
-        if (
-            not isinstance(instances, list)
-            or not instances
-            or not all(isinstance(item, dict) for item in instances)
-        ):
+        is_list = isinstance(instances, list) and instances
+        if not is_list or not all(isinstance(item, dict) for item in instances):
             raise BadRow(
                 f"'instances' must be a non-empty list of {{'input', 'output'}}, "
                 f"this is {str(instances)[:60]!r}"
@@ -468,14 +461,14 @@ def read_messages(value: Any, name: str) -> list[Message]:
     parsed_messages = []
     for number, message in enumerate(value, start=1):
         where = f"message {number} of {name!r}"
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or "content" not in message
-        ):
-            raise BadRow(f"{where} is not {{'role': ..., 'content': ...}}: {str(message)[:60]!r}")
-        if not message["role"].strip():
-            raise BadRow(f"{where} has an empty role")
+        match message:
+            case {"role": str(role), "content": content}:
+                if not role.strip():
+                    raise BadRow(f"{where} has an empty role")
+            case _:
+                raise BadRow(
+                    f"{where} is not {{'role': ..., 'content': ...}}: {str(message)[:60]!r}"
+                )
         calls = message.get("tool_calls")
         if calls is not None and not (isinstance(calls, list) and all(map(_is_call, calls))):
             raise BadRow(
@@ -489,22 +482,13 @@ def read_messages(value: Any, name: str) -> list[Message]:
                 f"{where} has a reasoning_content that is no text: "
                 f"{str(message['reasoning_content'])[:60]!r}"
             )
-        content = message["content"]
         # Contents with images are checked in rl.data.row_images, which knows the row's images.
         if not has_images([message]):
             content = "" if content is None and calls else _content(content, where)
         # In a table every message has every key; the absent values are None.
-        parsed_messages.append(
-            {
-                **{
-                    key: field_value
-                    for key, field_value in message.items()
-                    if field_value is not None
-                },
-                **({} if calls is None else {"tool_calls": calls}),
-                "content": content,
-            }
-        )
+        parsed = {key: value for key, value in message.items() if value is not None}
+        parsed |= {} if calls is None else {"tool_calls": calls}
+        parsed_messages.append({**parsed, "content": content})
     if not any(
         message["role"] == "user" and content_to_text(message["content"]).strip()
         for message in parsed_messages

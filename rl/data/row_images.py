@@ -64,12 +64,8 @@ class RowImages:
             raise BadRow(
                 f"no column {self.column!r} with images; it has {', '.join(map(repr, columns))}"
             )
-        names = (
-            [self.column]
-            if self.column is not None
-            else [name for name in COLUMNS if columns.get(name) is not None]
-        )
-        return _images_in(columns[names[0]]) if names else []
+        candidates = (name for name in COLUMNS if columns.get(name) is not None)
+        return _images_in(columns.get(self.column or next(candidates, "")))
 
     def _fill_parts(self, messages: Messages, images: list[Any]) -> list[Message]:
         """Insert images at the image parts of the messages that have no image."""
@@ -145,10 +141,7 @@ def _replace_marks(messages: Messages, images: int) -> list[Message]:
 
 def _images_in(value: Any) -> list[Any]:
     """Return the images in a column's value: an image, a list of images, or empty."""
-    if value is None or (isinstance(value, str) and not value.strip()):
+    if isinstance(value, str) and not value.strip():
         return []
-    return (
-        [image for image in value if image is not None]
-        if isinstance(value, (list, tuple))
-        else [value]
-    )
+    images = value if isinstance(value, (list, tuple)) else [value]
+    return [image for image in images if image is not None]

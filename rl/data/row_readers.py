@@ -82,12 +82,8 @@ class FaultyRows(UserError):
         is_partial: bool = False,
         text: str = "",
     ):
-        self.faults, self.good, self.rows, self.is_partial = (
-            tuple(faults),
-            good,
-            tuple(rows),
-            is_partial,
-        )
+        self.faults, self.rows = tuple(faults), tuple(rows)
+        self.good, self.is_partial = good, is_partial
         super().__init__(
             text
             or f"{summarize_faults(faults, good, is_partial=is_partial)}\n"
@@ -107,14 +103,10 @@ class FaultyRows(UserError):
         """Merge the faults of several data sets; return those of a single data set unchanged."""
         if len(faults) == 1:
             return faults[0]
-        messages, rows = (
-            [text for fault in faults for text in fault.faults],
-            [row for fault in faults for row in fault.rows],
-        )
         return FaultyRows(
-            messages,
+            [text for fault in faults for text in fault.faults],
             sum(fault.good for fault in faults),
-            rows,
+            [row for fault in faults for row in fault.rows],
             is_partial=any(fault.is_partial for fault in faults),
         )
 
@@ -128,11 +120,9 @@ def summarize_faults(faults: Sequence[str], good: int, *, is_partial: bool = Fal
     first: dict[str, int] = {}
     for i, text in enumerate(faults):
         first.setdefault(kind_of_fault(text), i)
-    listed = set(list(first.values())[:10])
-    for i in range(len(faults)):
-        if len(listed) >= 5:
-            break
-        listed.add(i)
+    listed = list(first.values())[:10]
+    others = [i for i in range(len(faults)) if i not in listed]
+    listed += others[: max(0, 5 - len(listed))]
     lines = "\n  ".join(faults[i] for i in sorted(listed)) + (
         "\n  ..." if len(faults) > len(listed) else ""
     )
@@ -198,20 +188,13 @@ class BadRowCollector:
         """
         if not self.faults:
             return
+        count = len(self.missing_columns)
         if not good and len({missing.name for missing in self.missing_columns}) == 1:
-            others = len(self.faults) - len(self.missing_columns)
-            other_faults = (
-                f"; {others} more {'is' if others == 1 else 'are'} bad for other reasons"
-                if others
-                else ""
-            )
-            expected = f"\nSuch a row is {example}" if example else ""
-            missing = _missing_column_message(
-                self.missing_columns[0], len(self.missing_columns), columns_by_setting
-            )
-            raise UserError(
-                f"{missing} (the first: {self.first_missing_place}){other_faults}{expected}"
-            )
+            text = _missing_column_message(self.missing_columns[0], count, columns_by_setting)
+            text += f" (the first: {self.first_missing_place})"
+            if others := len(self.faults) - count:
+                text += f"; {others} more {'is' if others == 1 else 'are'} bad for other reasons"
+            raise UserError(text + (f"\nSuch a row is {example}" if example else ""))
         if not good and self.on_bad_row == "skip":
             raise UserError(
                 f"no row is left where bad ones are skipped; {summarize_faults(self.faults, good)}"
@@ -228,20 +211,15 @@ def _missing_column_message(
     setting = next(
         (setting for setting, column in columns_by_setting.items() if column == missing.name), None
     )
-    near = nearest_name(missing.name, missing.columns)
-    candidates: list[str] = []  # for the prompt, which has a default name
-    if missing.name == "prompt" and setting is not None:
+    hint = ""
+    if near := nearest_name(missing.name, missing.columns):
+        hint = f"; did you mean {near!r}?"
+    elif missing.name == "prompt" and setting is not None:  # the prompt has a default name
         candidates = [name for name in missing.columns if name != "answer"]
-    likely_columns = [name for name in _PROMPTS if name in candidates]
-    hint = (
-        f"; did you mean {near!r}?"
-        if near
-        else f"; if it is {likely_columns[0]!r}, say {setting} {likely_columns[0]}"
-        if likely_columns
-        else f"; name the column that has it, such as {setting} {candidates[0]}"
-        if candidates
-        else ""
-    )
+        if likely := [name for name in _PROMPTS if name in candidates]:
+            hint = f"; if it is {likely[0]!r}, say {setting} {likely[0]}"
+        elif candidates:
+            hint = f"; name the column that has it, such as {setting} {candidates[0]}"
     setting_note = f" ({setting})" if setting is not None else ""
     remedy = f"; {missing.remedy}" if missing.remedy else ""
     return (

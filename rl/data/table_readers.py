@@ -71,41 +71,42 @@ def _read_delimited(stream: Any, path: Path, suffix: str) -> Iterator[Row]:
         for number, line in enumerate(read_lines(stream, path))
     )
     reader = csv.reader(lines, delimiter=_DELIMITERS[suffix], strict=True)
-    header: list[str] | None = None
-    while True:
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            raise UserError(
-                f"{path} line {reader.line_num} is not valid {suffix[1:]} ({error}): "
-                "correct its quotes"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path} is no UTF-8 text after line {reader.line_num} ({error.reason}): "
-                "save it as UTF-8"
-            ) from error
-        if cells is None:
-            return
-        if header is None:
-            header = [name.strip() for name in cells]
-            if len(set(header)) < len(header) or not all(header):
-                index = not header[0] and all(header[1:])
-                raise UserError(
-                    f"{path}: the first line names the columns, each once; "
-                    f"it is {', '.join(header)[:200]!r}"
-                    + ("; write the table without its index (pandas: index=False)" * index)
-                )
-            if len(header) == 1 and (
-                other := re.search(rf"(?<=\S)(?!{_DELIMITERS[suffix]})[;\t|,](?=\S)", header[0])
-            ):
-                raise UserError(
-                    f"{path}: its cells are separated by {other[0]!r}, and those of a "
-                    f"{suffix} file by {_DELIMITERS[suffix]!r}: write it with that separator"
-                )
-        elif cells:
-            content = _parse_cells(header, cells)
-            yield Row(f"{path.name} line {reader.line_num}", content, path.parent)
+    header: list[str] = []
+    try:
+        for cells in reader:
+            if not header:
+                header = _check_header([name.strip() for name in cells], path, suffix)
+            elif cells:
+                content = _parse_cells(header, cells)
+                yield Row(f"{path.name} line {reader.line_num}", content, path.parent)
+    except csv.Error as error:
+        raise UserError(
+            f"{path} line {reader.line_num} is not valid {suffix[1:]} ({error}): correct its quotes"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is no UTF-8 text after line {reader.line_num} ({error.reason}): "
+            "save it as UTF-8"
+        ) from error
+
+
+def _check_header(header: list[str], path: Path, suffix: str) -> list[str]:
+    """Return the names of the columns. Raises UserError if they are no names."""
+    if len(set(header)) < len(header) or not all(header):
+        index = header[:1] == [""] and all(header[1:])
+        raise UserError(
+            f"{path}: the first line names the columns, each once; "
+            f"it is {', '.join(header)[:200]!r}"
+            + ("; write the table without its index (pandas: index=False)" * index)
+        )
+    if len(header) == 1 and (
+        other := re.search(rf"(?<=\S)(?!{_DELIMITERS[suffix]})[;\t|,](?=\S)", header[0])
+    ):
+        raise UserError(
+            f"{path}: its cells are separated by {other[0]!r}, and those of a "
+            f"{suffix} file by {_DELIMITERS[suffix]!r}: write it with that separator"
+        )
+    return header
 
 
 def _parse_cells(header: Sequence[str], cells: Sequence[str]) -> Columns | BadRow:

@@ -125,7 +125,12 @@ class ProgramGroup(EnvGroupBuilder):
             for key, value in self.row.items()
         }
         fillers |= {"seed": str(self.seed), "row": row_file, "prompt": self.question}
-        return [_fill_in(word, fillers) for word in self.settings.command]
+        # inserted texts are not searched again
+        pattern = "|".join(re.escape(f"{{{name}}}") for name in fillers)
+        return [
+            re.sub(pattern, lambda match: fillers[match[0][1:-1]], word)
+            for word in self.settings.command
+        ]
 
 
 def _to_json(value: Any) -> Any:
@@ -138,12 +143,6 @@ def _to_json(value: Any) -> Any:
         return replace_nonfinite(value)
     except (TypeError, ValueError):
         return str(value)
-
-
-def _fill_in(word: str, fillers: Mapping[str, str]) -> str:
-    """Return `word` with each known {name} replaced; inserted texts are not searched again."""
-    pattern = "|".join(re.escape(f"{{{name}}}") for name in fillers)
-    return re.sub(pattern, lambda match: fillers[match[0][1:-1]], word)
 
 
 class ProgramEnv(Env):
@@ -295,9 +294,7 @@ class ProgramEnv(Env):
                     "$WHETSTONE_REWARD_URL, or set a grader"
                 )
             return posted or 0.0, metrics
-        last_answer = (
-            self.last_request.logs.get("answer_text", "") if self.last_request is not None else ""
-        )
+        last_answer = self.last_request.logs.get("answer_text", "") if self.last_request else ""
         thread = EnvThread(self.group.limits.seconds, f"the environment {self.name}, its grader,")
         call = thread.submit(
             lambda: grade_answer(grader, self.group.question, last_answer, self.group.row)
@@ -309,15 +306,13 @@ class ProgramEnv(Env):
 
     def _describe_exit(self, event: ProgramExit) -> str:
         """Describe the end of the program, as the end of a sentence."""
-        output_note = (
-            f"; it last printed: {sanitize_text(event.output, 300)}" if event.output else ""
-        )
+        output = sanitize_text(event.output, 300)
         if event.timed_out:
-            return f"did not finish within its {self.group.limits.seconds:g} s{output_note}"
-        if event.code is None:
-            return f"did not start: {sanitize_text(event.output, 300)}"
-        return (
-            f"was killed by signal {-event.code}"
-            if event.code < 0
-            else f"ended with exit code {event.code}"
-        ) + output_note
+            end = f"did not finish within its {self.group.limits.seconds:g} s"
+        elif event.code is None:
+            return f"did not start: {output}"
+        elif event.code < 0:
+            end = f"was killed by signal {-event.code}"
+        else:
+            end = f"ended with exit code {event.code}"
+        return end + (f"; it last printed: {output}" if output else "")

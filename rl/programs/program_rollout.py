@@ -270,25 +270,23 @@ class _ProgramTimer:
     """
 
     def __init__(self, seconds: float):
-        self.remaining = self.seconds = seconds
+        self.remaining = seconds
         self.on_timeout: Any = lambda: None
-        self._started_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Start the timer, unless it runs."""
-        if self._started_at is None:
-            self._started_at = time.monotonic()
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(
                 max(0.0, self.remaining), self.on_timeout
             )
 
     def stop(self) -> None:
         """Pause the timer, if it runs."""
-        if self._started_at is not None and self._timer is not None:
-            self.remaining -= time.monotonic() - self._started_at
+        if self._timer is not None:
+            self.remaining = self._timer.when() - asyncio.get_running_loop().time()
             self._timer.cancel()
-            self._started_at = None
+            self._timer = None
 
 
 class _ProgramSessions(AgentSessions):

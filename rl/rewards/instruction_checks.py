@@ -37,45 +37,14 @@ _SENTENCE_END = re.compile(
 )
 _FINAL_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _TITLE = re.compile(r"<<((?:[^\n<>]|<(?!<)|>(?!>))+)>>")
-_STARS = "******"
-
-
-def _contains(response: str, phrase: str) -> bool:
-    return phrase.lower() in response.lower()
+_HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
 
 
 def _count_phrase(response: str, phrase: str) -> int:
     return response.lower().count(phrase.lower())
 
 
-def check_keywords(response: str, *, keywords: Sequence[str]) -> bool:
-    """Return whether the response contains every keyword, in any letter case."""
-    return all(_contains(response, keyword) for keyword in keywords)
-
-
-def check_keyword_frequency(response: str, *, keyword: str, frequency: int, relation: str) -> bool:
-    """Return whether the keyword occurs at least, or less than, `frequency` times."""
-    return _RELATIONS[relation](_count_phrase(response, keyword), frequency)
-
-
-def check_forbidden_words(response: str, *, forbidden_words: Sequence[str]) -> bool:
-    """Return whether no forbidden word occurs as a whole word, in any letter case."""
-    return not any(
-        re.search(rf"(?<!\w){re.escape(word)}(?!\w)", response, re.IGNORECASE)
-        for word in forbidden_words
-    )
-
-
-def check_letter_frequency(
-    response: str, *, letter: str, let_frequency: int, let_relation: str
-) -> bool:
-    """Return whether a character occurs at least, or less than, `let_frequency` times, in any
-    letter case.
-    """
-    return _RELATIONS[let_relation](_count_phrase(response, letter), let_frequency)
-
-
-def check_response_language(response: str, *, language: str) -> bool:
+def _has_language(response: str, language: str) -> bool:
     """Return whether `language`, an ISO 639-1 code, is the most probable language of the text.
 
     A text without letters has no language.
@@ -118,12 +87,13 @@ def _is_abbreviated(block: str, match: re.Match[str]) -> bool:
     return initial or word.lower() in _ABBREVIATIONS
 
 
-def check_number_of_sentences(response: str, *, num_sentences: int, relation: str) -> bool:
-    """Return whether the response has at least, or less than, `num_sentences` sentences."""
-    return _RELATIONS[relation](count_sentences(response), num_sentences)
+def _strip_ends(parts: Sequence[str]) -> list[str]:
+    """Return the parts without white space, and without a first and a last one that are empty."""
+    texts = [part.strip() for part in parts]
+    return texts[(not texts[0]) : len(texts) - (not texts[-1])]
 
 
-def check_number_of_paragraphs(response: str, *, num_paragraphs: int) -> bool:
+def _has_paragraphs(response: str, num_paragraphs: int) -> bool:
     """Return whether dividers *** separate exactly `num_paragraphs` paragraphs.
 
     A divider may also begin or end the response. No paragraph between dividers is empty.
@@ -132,19 +102,8 @@ def check_number_of_paragraphs(response: str, *, num_paragraphs: int) -> bool:
     return all(inner) and len(inner) == num_paragraphs
 
 
-def _strip_ends(parts: Sequence[str]) -> list[str]:
-    """Return the parts without white space, and without a first and a last one that are empty."""
-    texts = [part.strip() for part in parts]
-    return texts[(not texts[0]) : len(texts) - (not texts[-1])]
-
-
-def check_number_of_words(response: str, *, num_words: int, relation: str) -> bool:
-    """Return whether the response has at least, or less than, `num_words` words."""
-    return _RELATIONS[relation](len(re.findall(r"\w+", response)), num_words)
-
-
-def check_first_word_of_paragraph(
-    response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
+def _has_first_word(
+    response: str, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
     """Return whether the response has `num_paragraphs` paragraphs, separated by empty lines, and
     paragraph `nth_paragraph` (from 1) begins with `first_word`, in any letter case.
@@ -156,14 +115,7 @@ def check_first_word_of_paragraph(
     return re.split(r"[.,?!;:\"'”’*_]", first)[0].lower() == first_word.lower()
 
 
-def check_placeholders(response: str, *, num_placeholders: int) -> bool:
-    """Return whether the response has at least `num_placeholders` placeholders in square brackets,
-    such as [address].
-    """
-    return sum(map(_has_word, re.findall(r"\[([^\[\]\n]*)\]", response))) >= num_placeholders
-
-
-def check_postscript(response: str, *, postscript_marker: str) -> bool:
+def _has_postscript(response: str, postscript_marker: str) -> bool:
     """Return whether the response has a postscript that begins with the marker.
 
     P.S. and P.P.S may have spaces between their letters, and a full stop at the end or none.
@@ -173,121 +125,98 @@ def check_postscript(response: str, *, postscript_marker: str) -> bool:
         # the first letter begins a word: P.P.S. is no P.S.
         pattern = r"(?<![\w.])" + r"\.\s?".join(letters) + r"\b"
         return re.search(pattern, response.lower()) is not None
-    return _contains(response, postscript_marker.strip())
+    return postscript_marker.strip().lower() in response.lower()
 
 
-def check_bullet_list(response: str, *, num_bullets: int) -> bool:
-    """Return whether exactly `num_bullets` lines are bullet points that begin with * or -.
-
-    A line that begins with ** is bold text, and one of three or more - is a rule.
-    """
-    bullets = re.findall(r"^[ \t]*(?:\*(?!\*)|-(?!--))[ \t]*\S", response, re.MULTILINE)
-    return len(bullets) == num_bullets
-
-
-def check_constrained_response(response: str) -> bool:
-    """Return whether the response contains one of the three answers that the prompt allows."""
-    return any(answer in response for answer in _FINAL_ANSWERS)
-
-
-def check_highlighted_sections(response: str, *, num_highlights: int) -> bool:
-    """Return whether at least `num_highlights` parts are highlighted as *text* or **text**."""
-    highlights = re.findall(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*", response)
-    return sum(bool(part.strip("* \t")) for part in highlights) >= num_highlights
-
-
-def check_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
-    """Return whether at least `num_sections` sections begin with the splitter and a number."""
-    pattern = rf"(?<!\w){re.escape(section_spliter.strip())}\s?\d+"
-    return len(re.findall(pattern, response)) >= num_sections
-
-
-def check_json(response: str) -> bool:
-    """Return whether the whole response is JSON; a code fence may surround it."""
-    return parse_json(response, r"[Jj](?:son|SON)\b") is not None
-
-
-def check_title(response: str) -> bool:
-    """Return whether the response has a title in double angle brackets, such as <<poem of joy>>."""
-    return any(title.strip(" \t<>") for title in _TITLE.findall(response))
-
-
-def check_two_responses(response: str) -> bool:
+def _is_two_responses(response: str) -> bool:
     """Return whether ****** separates two different responses."""
-    inner = _strip_ends(response.split(_STARS))
+    inner = _strip_ends(response.split("******"))
     return len(inner) == 2 and all(inner) and inner[0] != inner[1]
 
 
-def check_repeated_prompt(response: str, *, prompt_to_repeat: str) -> bool:
-    """Return whether the response begins with the request, in any letter case."""
-    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def check_end(response: str, *, end_phrase: str) -> bool:
-    """Return whether the response ends with the phrase, in any letter case; a quotation mark may
-    follow.
-    """
-    return response.strip().strip('"').strip().lower().endswith(end_phrase.strip().lower())
-
-
-def check_quotation(response: str) -> bool:
+def _is_quoted(response: str) -> bool:
     """Return whether double quotation marks surround the whole response."""
     text = response.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-def check_capital_word_frequency(
-    response: str, *, capital_frequency: int, capital_relation: str
-) -> bool:
-    """Return whether at least, or less than, `capital_frequency` words are in capital letters.
-
-    Parts of a word that a hyphen or apostrophe joins count as a single word.
-    """
-    words = re.findall(r"\w+(?:[-'’]\w+)*", response)
-    return _RELATIONS[capital_relation](sum(map(str.isupper, words)), capital_frequency)
-
-
-def check_capital_letters(response: str) -> bool:
-    """Return whether the response is English in capital letters only."""
-    return response.isupper() and check_response_language(response, language="en")
-
-
-def check_lowercase_letters(response: str) -> bool:
-    """Return whether the response is English in lowercase letters only."""
-    return response.islower() and check_response_language(response, language="en")
-
-
-def check_no_comma(response: str) -> bool:
-    """Return whether the response has no comma of any script."""
-    return not any(unicodedata.name(sign, "").endswith("COMMA") for sign in set(response))
-
-
+# The check of each instruction: whether a text follows it. The other parameters are those of the
+# instruction. Phrases and words match in any letter case.
 INSTRUCTIONS: Mapping[str, Callable[..., bool]] = {
-    "keywords:existence": check_keywords,
-    "keywords:frequency": check_keyword_frequency,
-    "keywords:forbidden_words": check_forbidden_words,
-    "keywords:letter_frequency": check_letter_frequency,
-    "language:response_language": check_response_language,
-    "length_constraints:number_sentences": check_number_of_sentences,
-    "length_constraints:number_paragraphs": check_number_of_paragraphs,
-    "length_constraints:number_words": check_number_of_words,
-    "length_constraints:nth_paragraph_first_word": check_first_word_of_paragraph,
-    "detectable_content:number_placeholders": check_placeholders,
-    "detectable_content:postscript": check_postscript,
-    "detectable_format:number_bullet_lists": check_bullet_list,
-    "detectable_format:constrained_response": check_constrained_response,
-    "detectable_format:number_highlighted_sections": check_highlighted_sections,
-    "detectable_format:multiple_sections": check_sections,
-    "detectable_format:json_format": check_json,
-    "detectable_format:title": check_title,
-    "combination:two_responses": check_two_responses,
-    "combination:repeat_prompt": check_repeated_prompt,
-    "startend:end_checker": check_end,
-    "startend:quotation": check_quotation,
-    "change_case:capital_word_frequency": check_capital_word_frequency,
-    "change_case:english_capital": check_capital_letters,
-    "change_case:english_lowercase": check_lowercase_letters,
-    "punctuation:no_comma": check_no_comma,
+    "keywords:existence": lambda text, keywords: all(
+        _count_phrase(text, keyword) for keyword in keywords
+    ),
+    "keywords:frequency": lambda text, keyword, frequency, relation: _RELATIONS[relation](
+        _count_phrase(text, keyword), frequency
+    ),
+    # whole words
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(
+            re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)
+            for word in forbidden_words
+        )
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _RELATIONS[
+        let_relation
+    ](_count_phrase(text, letter), let_frequency),
+    "language:response_language": _has_language,
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: _RELATIONS[
+        relation
+    ](count_sentences(text), num_sentences),
+    "length_constraints:number_paragraphs": _has_paragraphs,
+    "length_constraints:number_words": lambda text, num_words, relation: _RELATIONS[relation](
+        len(re.findall(r"\w+", text)), num_words
+    ),
+    "length_constraints:nth_paragraph_first_word": _has_first_word,
+    # in square brackets, such as [address]
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        sum(map(_has_word, re.findall(r"\[([^\[\]\n]*)\]", text))) >= num_placeholders
+    ),
+    "detectable_content:postscript": _has_postscript,
+    # lines that begin with * or -; ** begins bold text, and three or more - are a rule
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        len(re.findall(r"^[ \t]*(?:\*(?!\*)|-(?!--))[ \t]*\S", text, re.MULTILINE)) == num_bullets
+    ),
+    "detectable_format:constrained_response": lambda text: any(
+        answer in text for answer in _FINAL_ANSWERS
+    ),
+    # *text* or **text**
+    "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
+        sum(bool(part.strip("* \t")) for part in re.findall(_HIGHLIGHT, text)) >= num_highlights
+    ),
+    # the splitter and a number
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"(?<!\w){re.escape(section_spliter.strip())}\s?\d+", text)) >= num_sections
+    ),
+    # a code fence may surround the whole
+    "detectable_format:json_format": lambda text: (
+        parse_json(text, r"[Jj](?:son|SON)\b") is not None
+    ),
+    # in double angle brackets, such as <<poem of joy>>
+    "detectable_format:title": lambda text: any(
+        title.strip(" \t<>") for title in _TITLE.findall(text)
+    ),
+    "combination:two_responses": _is_two_responses,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    # a quotation mark may follow
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').strip().lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": _is_quoted,
+    # parts of a word that a hyphen or apostrophe joins count as a single word
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: (
+        _RELATIONS[capital_relation](
+            sum(map(str.isupper, re.findall(r"\w+(?:[-'’]\w+)*", text))), capital_frequency
+        )
+    ),
+    "change_case:english_capital": lambda text: text.isupper() and _has_language(text, "en"),
+    "change_case:english_lowercase": lambda text: text.islower() and _has_language(text, "en"),
+    # of any script
+    "punctuation:no_comma": lambda text: (
+        not any(unicodedata.name(sign, "").endswith("COMMA") for sign in set(text))
+    ),
 }
 # The instructions whose checks detect the language of the response.
 LANGUAGE_INSTRUCTIONS = frozenset(

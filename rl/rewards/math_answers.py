@@ -12,6 +12,7 @@ from rl.rewards.math_formulas import COMPARE_SECONDS, formulas_equal, load_math_
 from rl.rewards.math_text import (
     FormulaTooLargeError,
     MathQuantity,
+    compute_bracket_depths,
     join_thousands,
     normalize_spelling,
     parse_exact_number,
@@ -75,7 +76,7 @@ def _equal_readings(answer: str, expected: str) -> bool:
     if remove_spaces(answer) == remove_spaces(expected):
         return True
     without_commas = [join_thousands(text) for text in (answer, expected)]
-    if _equal(without_commas[0], without_commas[1]):
+    if _equal(*without_commas):
         return True
     # 1,000 is not a list
     if without_commas == [answer, expected] or any(
@@ -127,14 +128,8 @@ def split_top(text: str, separator: str) -> list[str]:
 
 def _is_bracketed(text: str) -> bool:
     """Return whether the first bracket closes with the last character."""
-    if len(text) < 2 or text[0] not in _OPEN or text[-1] not in _CLOSE:
-        return False
-    depth = 0
-    for position, character in enumerate(text):
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if depth == 0:
-            return position == len(text) - 1
-    return False
+    *before, last = compute_bracket_depths(text) or [1]
+    return text[:1] in tuple(_OPEN) and last == 0 and 0 not in before
 
 
 def _strip_brackets(text: str) -> str:
@@ -170,7 +165,7 @@ def _split_list(text: str) -> tuple[bool, list[str]]:
     return False, _split_items(text)
 
 
-def _check_count(items: Sequence[str], kind: str) -> None:
+def _check_count(items: Sequence[str], kind: str = "a list of too many items") -> None:
     if len(items) > _MAX_ITEMS:
         raise FormulaTooLargeError(kind)
 
@@ -181,16 +176,14 @@ def _split_items(text: str) -> list[str]:
 
 def _equal_plus_minus(answer: str, expected: str) -> bool | None:
     """Compare a \\pm b as its two values, also within a list or set."""
-    if not _SIGNS.search(answer) and not _SIGNS.search(expected):
+    if not _SIGNS.search(f"{answer} {expected}"):
         return None
     sides = []
     for text in (answer, expected):
         _, items = _split_list(text)
-        _check_count(items, "a list of too many items")
-        sides.append(
-            [value for item in items for value in _expand_signs(_get_assigned_value(item))]
-        )
-    return _same_items(sides[0], sides[1])
+        _check_count(items)
+        sides.append([v for item in items for v in _expand_signs(_split_assignment(item)[1])])
+    return _same_items(*sides)
 
 
 def _expand_signs(text: str) -> list[str]:
@@ -204,10 +197,12 @@ def _expand_signs(text: str) -> list[str]:
     return [re.sub(r"(^|[(,=]\s*)\+", r"\1", value) for value in values]
 
 
-def _get_assigned_value(item: str) -> str:
-    """Return the value of "x = value"; any other item unchanged."""
-    members = split_top(item, _EQUALS)
-    return members[-1] if len(members) == 2 and is_name(members[0]) else item
+def _split_assignment(item: str) -> tuple[str, str]:
+    """Return (x, value) of "x = value"; ("", item) of any other item."""
+    match split_top(item, _EQUALS):
+        case [name, value] if is_name(name):
+            return name, value
+    return "", item
 
 
 def _equal_lists(answer: str, expected: str) -> bool | None:
@@ -219,30 +214,26 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
     sides = [items if is_set or len(items) > 1 else [] for is_set, items in lists]
     if not any(sides):
         return None
-    answer_items, expected_items = sides[0] or [answer], sides[1] or [expected]
-    if len(answer_items) != len(expected_items):
+    sides = [sides[0] or [answer], sides[1] or [expected]]
+    if len(sides[0]) != len(sides[1]):
         return False
-    names = [
-        [split_top(item, _EQUALS)[0] if _get_assigned_value(item) != item else "" for item in side]
-        for side in (answer_items, expected_items)
-    ]
+    names, values = (
+        [[_split_assignment(item)[part] for item in side] for side in sides] for part in (0, 1)
+    )
     if (
         any(len(set(side)) > 1 for side in names)
         and names[0] != names[1]
         and not all(all(side) for side in names)
     ):
-        return all(
-            _equal_readings(_get_assigned_value(a), _get_assigned_value(b))
-            for a, b in zip(answer_items, expected_items, strict=True)
-        )
-    return _same_items(answer_items, expected_items)
+        return all(map(_equal_readings, *values))
+    return _same_items(*sides)
 
 
 def _same_items(answer_items: Sequence[str], expected_items: Sequence[str]) -> bool:
     """Return whether the items are equal in some order."""
     if len(answer_items) != len(expected_items):
         return False
-    _check_count(expected_items, "a list of too many items")
+    _check_count(expected_items)
     remaining = list(expected_items)
     for item in answer_items:
         match = next((i for i, other in enumerate(remaining) if _equal_readings(item, other)), None)
@@ -257,19 +248,16 @@ def _equal_membership(answer: str, expected: str) -> bool | None:
     sides = [split_top(text, _IN) for text in (answer, expected)]
     if not any(len(side) == 2 and is_name(side[0]) for side in sides):
         return None
-    if all(len(side) == 2 for side in sides) and remove_spaces(sides[0][0]) != remove_spaces(
-        sides[1][0]
-    ):
+    if len({remove_spaces(side[0]) for side in sides if len(side) == 2}) > 1:
         return False
     return _equal(sides[0][-1], sides[1][-1])
 
 
 def is_name(text: str) -> bool:
     """Return whether a text names a quantity: x, x_1, f(x), \\angle ABC, Area."""
+    text = text.strip()
     return (
-        _NAME.fullmatch(text.strip()) is not None
-        and not _FUNCTION_NAMES.match(text.strip())
-        and text.strip() not in ("e", "i")
+        bool(_NAME.fullmatch(text)) and not _FUNCTION_NAMES.match(text) and text not in ("e", "i")
     )
 
 
@@ -284,16 +272,11 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
     Each other member of the chain must equal the expected value too, except for names and formulas
     in other letters.
     """
-    answer_members, expected_members = (
-        list(filter(None, split_top(text, _EQUALS))) for text in (answer, expected)
-    )
+    answer_members, expected_members = _split_chain(answer), _split_chain(expected)
     if len(answer_members) < 2 and len(expected_members) < 2:
         return None
     if len(expected_members) > 2:
-        return (
-            _equal(answer, expected_members[-1]) if remove_spaces(expected_members[-1]) else False
-        )
-    answer_members, expected_members = map(_put_name_first, (answer_members, expected_members))
+        return bool(remove_spaces(expected_members[-1])) and _equal(answer, expected_members[-1])
     if len(expected_members) == 2:
         return _equal_equation(answer_members, expected_members, answer, expected)
     gold = expected_members[0]
@@ -301,16 +284,17 @@ def _equal_chains(answer: str, expected: str) -> bool | None:
     first = answer_members[0]
     free = is_name(first) or bool(_SYMBOLS.fullmatch(first) and _find_letters(first) - letters)
     members = answer_members[1:] if free else answer_members
-    for position, member in enumerate(members):
-        last = position == len(members) - 1
-        foreign = bool(_find_letters(member) - letters) and (free or position > 0) and not last
-        if not foreign and not _equal(member, gold):
-            return False
-    return True
+    compared = [  # the last, the first if it is no name, and the others without other letters
+        member
+        for position, member in enumerate(members, start=free)
+        if member is members[-1] or position == 0 or not _find_letters(member) - letters
+    ]
+    return all(_equal(member, gold) for member in compared)
 
 
-def _put_name_first(members: list[str]) -> list[str]:
-    """Return the members of value = x as x = value."""
+def _split_chain(text: str) -> list[str]:
+    """Return the members of a chain of equalities, those of value = x as x = value."""
+    members = [member for member in split_top(text, _EQUALS) if member]
     is_reversed = len(members) == 2 and is_name(members[1]) and not is_name(members[0])
     return members[::-1] if is_reversed else members
 
@@ -337,47 +321,46 @@ def _equal_equation(
 
 def _equal_sequences(answer: str, expected: str) -> bool | None:
     """Compare tuples, points and intervals: the same brackets, and equal values in order."""
-    answer_sequence, expected_sequence = _parse_sequence(answer), _parse_sequence(expected)
-    if answer_sequence is None and expected_sequence is None:
-        return None
-    if (
-        answer_sequence is None
-        or expected_sequence is None
-        or answer_sequence[0] != expected_sequence[0]
-        or len(answer_sequence[1]) != len(expected_sequence[1])
-    ):
-        return False
-    _check_count(expected_sequence[1], "a list of too many items")
-    return all(_equal(a, b) for a, b in zip(answer_sequence[1], expected_sequence[1], strict=True))
+    sequences = [_parse_sequence(answer), _parse_sequence(expected)]
+    match sequences:
+        case [None, None]:
+            return None
+        case [(brackets, items), (expected_brackets, expected_items)] if (
+            brackets == expected_brackets and len(items) == len(expected_items)
+        ):
+            _check_count(expected_items)
+            return all(map(_equal, items, expected_items))
+    return False
 
 
 def _equal_unions(answer: str, expected: str) -> bool | None:
-    answer_parts, expected_parts = split_top(answer, _UNION), split_top(expected, _UNION)
-    if len(answer_parts) == len(expected_parts) == 1:
+    sides = [split_top(text, _UNION) for text in (answer, expected)]
+    return None if max(map(len, sides)) == 1 else _same_items(*sides)
+
+
+def _parse_matrix(text: str) -> list[list[str]] | None:
+    """Return the rows of a matrix or column, in round or square brackets; None for any other text.
+    Determinants are formulas.
+    """
+    match = _MATRIX.fullmatch(text.strip())
+    if match is None or match.group(1) in ("vmatrix", "Vmatrix"):
         return None
-    return _same_items(answer_parts, expected_parts)
+    rows = re.split(r"\\\\", match.group(2))
+    return [row.replace(r"\phantom", "").split("&") for row in rows if row.strip()]
 
 
 def _equal_matrices(answer: str, expected: str) -> bool | None:
-    """Compare matrices and columns, in round or square brackets, by their entries. Determinants are
-    formulas.
-    """
-    answer_match, expected_match = (_MATRIX.fullmatch(t.strip()) for t in (answer, expected))
-    if expected_match is None or expected_match.group(1) in ("vmatrix", "Vmatrix"):
+    """Compare matrices and columns by their entries."""
+    rows, expected_rows = _parse_matrix(answer), _parse_matrix(expected)
+    if expected_rows is None:
         return None
-    if answer_match is None or answer_match.group(1) in ("vmatrix", "Vmatrix"):
+    if rows is None or [*map(len, rows)] != [*map(len, expected_rows)]:
         return False
-    sides = [
-        [row.split("&") for row in re.split(r"\\\\", side.group(2)) if row.strip()]
-        for side in (answer_match, expected_match)
-    ]
-    if [len(row) for row in sides[0]] != [len(row) for row in sides[1]]:
-        return False
-    entries = [[entry.replace(r"\phantom", "") for row in side for entry in row] for side in sides]
-    _check_count(entries[0], "a matrix of too many entries")
-    return all(
-        _equal_readings(a.strip(), b.strip()) for a, b in zip(entries[0], entries[1], strict=True)
+    entries, expected_entries = (
+        [entry.strip() for row in side for entry in row] for side in (rows, expected_rows)
     )
+    _check_count(entries, "a matrix of too many entries")
+    return all(map(_equal_readings, entries, expected_entries))
 
 
 def _equal_values(answer: str, expected: str) -> bool:
@@ -388,21 +371,22 @@ def _equal_values(answer: str, expected: str) -> bool:
     """
     bases = [_BASE.fullmatch(re.sub(r"\s", "", text)) for text in (answer, expected)]
     if any(bases):
-        return all(bases) and bases[0].groups() == bases[1].groups()  # type: ignore[union-attr]  # all of them are matches
-    answer_quantity, expected_quantity = parse_quantity(answer), parse_quantity(expected)
-    if len({answer_quantity.unit, expected_quantity.unit} - {None}) > 1:
+        digits = [match and match.groups() for match in bases]
+        return digits[0] == digits[1]
+    sides = [parse_quantity(answer), parse_quantity(expected)]
+    if len({side.unit for side in sides} - {None}) > 1:
         return False
-    numbers = [parse_exact_number(side.text) for side in (answer_quantity, expected_quantity)]
-    if numbers[0] is None or numbers[1] is None:
-        return _equal_formulas(answer_quantity, expected_quantity)
+    numbers = [parse_exact_number(side.text) for side in sides]
+    if None in numbers:
+        return _equal_formulas(*sides)
     values = [
         n * side.factor / (100 if side.percent else 1)
-        for n, side in zip(numbers, (answer_quantity, expected_quantity), strict=True)
+        for n, side in zip(numbers, sides, strict=True)
         if n is not None
     ]
     # A percent sign or a unit may be omitted. An unexpected percent sign divides the number by 100.
     return values[0] == values[1] or (
-        expected_quantity.percent and not answer_quantity.percent and numbers[0] == numbers[1]
+        sides[1].percent and not sides[0].percent and numbers[0] == numbers[1]
     )
 
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from rl.rewards.math_text import FormulaTooLargeError
+from rl.rewards.math_text import FormulaTooLargeError, compute_bracket_depths
 
 COMPARE_SECONDS = 4.0  # time limit of a single comparison, enforced by a signal
 _MAX_CHARACTERS = 500
@@ -80,7 +80,7 @@ def formulas_equal(answer: str, expected: str) -> bool:
     if _equal_trees(answer, expected):
         return True
     logs = [_BARE_LOG.sub(r"\\ln", text) for text in (answer, expected)]
-    return logs != [answer, expected] and _equal_trees(logs[0], logs[1])
+    return logs != [answer, expected] and _equal_trees(*logs)
 
 
 def _equal_trees(answer: str, expected: str) -> bool:
@@ -102,25 +102,20 @@ def parse_formula(text: str) -> Any:
     """
     _check_text(text)
     math_verify = load_math_verify()
-    text = (
-        _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
-        if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text)
-        else text
-    )
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
+        text = _DEGREES.sub(r"(\1\\cdot\\frac{\\pi}{180})", text)
     for pattern, product in _PRODUCTS:
         text = pattern.sub(product, text)
-    config = math_verify.LatexExtractionConfig(boxed_match_priority=0)
     trees = math_verify.parse(
         f"\\boxed{{{text.replace('°', '')}}}",
-        [config],
+        [math_verify.LatexExtractionConfig(boxed_match_priority=0)],
         fallback_mode="no_fallback",
         parsing_timeout=None,
     )
     if not trees:
         return None
-    tree = trees[0]
-    bound_tree_digits(tree)
-    return _use_exact_fractions(tree)
+    bound_tree_digits(trees[0])
+    return _use_exact_fractions(trees[0])
 
 
 def load_math_verify() -> Any:
@@ -136,11 +131,7 @@ def _check_text(text: str) -> None:
     """Raise FormulaTooLargeError for text that the parser reads slowly or would evaluate."""
     if len(text) > _MAX_CHARACTERS:
         raise FormulaTooLargeError(f"a formula of {len(text)} characters")
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    if deepest > _MAX_DEPTH:
+    if (deepest := max(compute_bracket_depths(text), default=0)) > _MAX_DEPTH:
         raise FormulaTooLargeError(f"brackets {deepest} deep")
     if _EAGERLY_EVALUATED.search(text) and re.search(r"\d{5}", text):
         raise FormulaTooLargeError("a binomial of large numbers")

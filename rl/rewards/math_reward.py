@@ -75,7 +75,7 @@ def _find_last_boxed(text: str) -> tuple[int, str] | None:
     Takes time linear in the length.
     """
     open_braces: list[tuple[int, bool]] = []  # position, whether \\boxed precedes it
-    best: tuple[int, int] | None = None
+    spans: list[tuple[int, int, int]] = []  # position, and the ends of the content
     for match in re.finditer(r"\\.|[{}]", text):  # \{ and \} need not close
         position = match.start()
         if match.group() == "{":
@@ -83,12 +83,11 @@ def _find_last_boxed(text: str) -> tuple[int, str] | None:
             open_braces.append((position, before.endswith(_BOXED)))
         elif match.group() == "}" and open_braces:
             start, boxed = open_braces.pop()
-            if boxed and (best is None or start > best[0]):
-                best = start, position
-    bare = next(iter([*_BARE.finditer(text)][-1:]), None)
-    if bare is not None and (best is None or bare.start() > best[0]):
-        return bare.start(), bare.group(1)
-    return None if best is None else (best[0], text[best[0] + 1 : best[1]].strip())
+            if boxed:
+                spans.append((start, start + 1, position))
+    spans += [(match.start(), *match.span(1)) for match in _BARE.finditer(text)]
+    position, start, end = max(spans, default=(-1, 0, 0))
+    return None if position < 0 else (position, text[start:end].strip())
 
 
 def extract_boxed_answer(text: str) -> str | None:

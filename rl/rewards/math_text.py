@@ -5,20 +5,21 @@ whole-number arithmetic.
 from __future__ import annotations
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
 MAX_DIGITS = 2000  # of a number that is compared; also the largest exponent of ten
-_REPLACEMENTS = (
-    ("−", "-"), ("–", "-"), ("×", r"\times "), ("·", r"\cdot "), ("⋅", r"\cdot "), ("÷", r"\div "),
-    ("π", r"\pi "), ("∞", r"\infty "), ("≤", r"\le "), ("≥", r"\ge "), ("≠", r"\ne "),
-    ("∪", r"\cup "), ("∩", r"\cap "), ("±", r"\pm "), ("∈", r"\in "), ("ℝ", r"\mathbb{R}"),
-    ("½", r"\frac{1}{2}"), ("²", "^{2}"), ("³", "^{3}"), ("…", r"\ldots "), ("º", "°"),
-    ("{,}", ","), (r"\%", "%"), (r"\$", "$"),
-)  # fmt: skip
+_SYMBOLS = str.maketrans({
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ",
+    "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ",
+    "∩": r"\cap ", "±": r"\pm ", "∈": r"\in ", "ℝ": r"\mathbb{R}", "½": r"\frac{1}{2}",
+    "²": "^{2}", "³": "^{3}", "…": r"\ldots ", "º": "°", "√": r"\sqrt ",
+})  # fmt: skip
 _ROOTS = re.compile(r"√\s*(?:\(([^()]+)\)|(\d+(?:\.\d+)?))")
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _SPACES = re.compile(
@@ -98,14 +99,10 @@ class MathQuantity:
 def normalize_spelling(text: str) -> str:
     """Return the answer in LaTeX's names, without dollar signs, spacing and size commands."""
     text = _ROOTS.sub(lambda match: rf"\sqrt{{{match.group(1) or match.group(2)}}}", text)
-    text = text.replace("√", r"\sqrt ")
-    for symbol, latex in _REPLACEMENTS:
-        text = text.replace(symbol, latex)
-    text = (
-        re.sub(r"\\[()\[\]](?!\s*\d*(?:pt|em))", "", text)
-        if text.startswith((r"\(", r"\["))
-        else text
-    )
+    text = text.translate(_SYMBOLS)
+    text = text.replace("{,}", ",").replace(r"\%", "%").replace(r"\$", "$")
+    if text.startswith((r"\(", r"\[")):
+        text = re.sub(r"\\[()\[\]](?!\s*\d*(?:pt|em))", "", text)
     text = _SPACES.sub(
         lambda match: match.group(1) or (" " if match.group(0)[:2] != r"\!" else ""), text
     )
@@ -124,6 +121,11 @@ def normalize_spelling(text: str) -> str:
 def join_thousands(text: str) -> str:
     """Return the text with 1,234 written as 1234."""
     return _THOUSANDS.sub(lambda match: re.sub("[, ]", "", match.group(1)), text)
+
+
+def compute_bracket_depths(text: str) -> list[int]:
+    """Return how many brackets are open after each character."""
+    return list(accumulate((sign in "([{") - (sign in ")]}") for sign in text))
 
 
 def remove_spaces(text: str) -> str:
@@ -146,18 +148,17 @@ def parse_words(text: str) -> str | None:
     plain = re.sub(r"\s+", "" if marked and len(plain) < 3 else " ", plain)
     if re.fullmatch(r"[A-Z]", plain):
         return plain
-    return (
-        plain.lower()
-        if marked
+    is_word = (
+        marked
         or re.fullmatch(r"[A-Z]{2,}", plain)  # AB may be a segment or choices, not a product
         or re.search(r"[^\W\d_]{4}|^(?:yes|no|odd|even|all|one|two|six|ten)$", plain, re.I)
-        else None
     )
+    return plain.lower() if is_word else None
 
 
 def parse_quantity(text: str) -> MathQuantity:
     """Split off a currency sign, a percent sign, and units in words."""
-    text, unit, factor = text.strip(), None, 1
+    text, unit = text.strip(), None
     money = re.match(r"([+-]?)\s*([$€£])\s*(?=[\d.\\])", text)
     if money:
         text, unit = money.group(1) + text[money.end() :], _UNIT_OF[money.group(2)]
@@ -166,16 +167,14 @@ def parse_quantity(text: str) -> MathQuantity:
     match = _TRAILING_TEXT.fullmatch(text)
     words, power = "", None
     if match and not match.group(1).endswith(("\\", "text")):
-        words, power = " ".join(re.findall(TEXT_COMMAND, match.group(2))), match.group(4)
-        text = match.group(1)
+        text, commands, _, power = match.groups()
+        words = " ".join(re.findall(TEXT_COMMAND, commands))
     elif match := _TRAILING_WORDS.fullmatch(text):
         if all(word.lower() in _UNIT_WORDS for word in re.split(r"[ /.]+", match.group(2)) if word):
-            text, words, power = match.group(1), match.group(2), match.group(3)
-    percent = False
+            text, words, power = match.groups()
     names = [word for word in re.split(r"[\s/.]+", words.lower()) if word]
-    for name in names:
-        factor *= _MULTIPLIERS.get(name, 1)
-        percent = percent or name in ("percent", "%")
+    factor = math.prod(_MULTIPLIERS.get(name, 1) for name in names)
+    percent = not {"percent", "%"}.isdisjoint(names)
     known = [_UNIT_OF[name] for name in names if name in _UNIT_OF]
     if known:
         power = power or (

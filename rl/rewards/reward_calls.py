@@ -187,10 +187,9 @@ class BatchCaller:
             if inspect.isawaitable(values):
                 values = run_coroutine(self._await(values))
             if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
-                type_name = type(values).__name__
                 raise TypeError(
-                    f"returned {str(values)[:80]!r} ({type_name}) for {len(items)} answers; a "
-                    "list of rewards is expected"
+                    f"returned {str(values)[:80]!r} ({type(values).__name__}) for {len(items)} "
+                    "answers; a list of rewards is expected"
                 )
             if len(values) != len(items):
                 raise ValueError(f"returned {len(values)} rewards for {len(items)} answers")
@@ -216,8 +215,7 @@ class BatchCaller:
                 return await awaitable
         except TimeoutError as error:
             if deadline.expired():
-                limit = f"{self.coroutine_timeout:g} s"
-                raise RewardTimeout(f"did not end within {limit}") from error
+                raise RewardTimeout(f"did not end within {self.coroutine_timeout:g} s") from error
             raise
 
 
@@ -354,14 +352,10 @@ class CombinedReward(ABC):
             elif isinstance(result, RewardTimeout):
                 raise result
             elif isinstance(result, BaseException):
-                reason = (
-                    str(result)
-                    if isinstance(result, RewardPartError)
-                    else f"which raised {describe_error(result)}"
-                )
-                raise RewardPartError(f"in its part {part.name!r}, {reason}") from (
-                    result.__cause__ or result
-                )
+                nested = isinstance(result, RewardPartError)
+                reason = str(result) if nested else f"which raised {describe_error(result)}"
+                cause = result.__cause__ or result
+                raise RewardPartError(f"in its part {part.name!r}, {reason}") from cause
             elif not isfinite(result.reward):
                 raise RewardPartError(f"in its part {part.name!r}, which returned {result.reward}")
             else:

@@ -182,7 +182,7 @@ class Reward:
 
         NaN and infinity are accepted. Raises TypeError if the function did not return a number.
         """
-        (outcome,) = self.evaluate_many([(prompt, response, meta, episode)])
+        (outcome,) = self.iter_results([(prompt, response, meta, episode)])
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
@@ -216,10 +216,6 @@ class Reward:
             result = combined.combine_results(item, parts)
         return replace(result, metrics={**result.metrics, GAVE_UP: 1.0})
 
-    def evaluate_many(self, items: Sequence[RewardItem]) -> list[RewardResult | BaseException]:
-        """Return the result of each item, or the exception that it raised."""
-        return list(self.iter_results(items))
-
     def iter_results(
         self, items: Sequence[RewardItem], coroutine_timeout: float | None = None
     ) -> Iterator[RewardResult | BaseException]:
@@ -245,9 +241,9 @@ class Reward:
             for value in values:
                 if not isinstance(value, BaseException):
                     value = try_call(to_reward_result, value)
-                yield (
-                    value if isinstance(value, BaseException) else self._add_seconds(value, seconds)
-                )
+                if not isinstance(value, BaseException):
+                    value = self._add_seconds(value, seconds)
+                yield value
             start = time.perf_counter()
 
     def _add_seconds(self, result: RewardResult, seconds: float) -> RewardResult:
@@ -364,12 +360,10 @@ def _iter_settings(target: Callable[..., Any]) -> Iterator[inspect.Parameter]:
     if is_trl_style(target):
         yield from iter_trl_settings(target)
         return
-    keyword = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-    positional = [
-        p for p in parameters if p.kind not in (*keyword, inspect.Parameter.VAR_POSITIONAL)
-    ]
+    # the kinds in the order of a signature; neither the leading parameters nor *args are settings
+    positional = [p for p in parameters if p.kind < inspect.Parameter.VAR_POSITIONAL]
     yield from positional[get_reward_kind(target).leading_parameters :]
-    yield from (p for p in parameters if p.kind in keyword)
+    yield from (p for p in parameters if p.kind > inspect.Parameter.VAR_POSITIONAL)
 
 
 def _bind_settings(
@@ -378,18 +372,14 @@ def _bind_settings(
     """Bind settings to `target`: an instance of a class, or a partial of a function."""
     parameters = list(_iter_settings(target))
     accepted = [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    open_ended = len(accepted) < len(parameters)
     listing = f"it takes {', '.join(accepted)}" if accepted else "it takes none"
     unknown = sorted(set(settings) - set(accepted))
-    if unknown and not open_ended:
+    if unknown and len(accepted) == len(parameters):  # no **settings
         raise UserError(
             f"reward {name!r} has no setting {', '.join(map(repr, unknown))}: {listing}"
         )
-    required = [
-        p.name for p in parameters if p.default is inspect.Parameter.empty and p.name in accepted
-    ]
-    missing = [key for key in required if key not in settings]
-    if missing:
+    required = {p.name for p in parameters if p.default is inspect.Parameter.empty}
+    if missing := [name for name in accepted if name in required - set(settings)]:
         raise UserError(
             f"reward {name!r} needs the setting {', '.join(map(repr, missing))}: {listing}"
         )

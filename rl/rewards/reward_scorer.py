@@ -214,28 +214,26 @@ class Scorer:
             reason = str(error) if isinstance(error, WorkerStartError) else describe_error(error)
             raise UserError(f"reward {self.reward.name!r} cannot be used: {reason}") from error
         self._workers_per_machine = -(-(workers or default) // num_processes)
-        self._start_threads(worker, None)
+        self._start_workers(None, worker)
         # A batched reward may compare the answers of a call, which more workers would divide.
         self._machines = None if self.reward.batched or self.place != "process" else machines
         if self._machines is not None:
-            self._machines.subscribe(self._use_machine)
+            self._machines.subscribe(self._start_workers)
         atexit.register(self.close)
 
-    def _use_machine(self, machine: RewardMachine) -> None:
-        """Score on another machine too, with as many workers as here."""
-        self._start_threads(None, machine)
-
-    def _start_threads(self, worker: RewardWorker | None, machine: RewardMachine | None) -> None:
-        """Start the threads of a machine's workers. `worker`: the first, if it was started already.
+    def _start_workers(
+        self, machine: RewardMachine | None, worker: RewardWorker | None = None
+    ) -> None:
+        """Start the threads of a machine's workers (None: this machine). `worker`: the first, if it
+        was started already.
 
         Raises UserError if that worker has no thread.
         """
-        for number in range(self._workers_per_machine):
-            first = worker if number == 0 else None
+        for first in (worker, *[None] * (self._workers_per_machine - 1)):
+            name = f"scorer {len(self._threads)}"
             thread = threading.Thread(
-                target=self._manage_worker, args=(first, machine), daemon=True
+                target=self._manage_worker, args=(first, machine), name=name, daemon=True
             )
-            thread.name = f"scorer {len(self._threads)}"
             with self._lock:
                 self._active_workers += 1
             try:
@@ -353,7 +351,7 @@ class Scorer:
     def close(self) -> None:
         """Stop the workers. Responses that were not scored yet get a score without reward."""
         if self._machines is not None:
-            self._machines.unsubscribe(self._use_machine)
+            self._machines.unsubscribe(self._start_workers)
         with self._lock:
             self._closed = True
             remaining = self._drain()

@@ -24,6 +24,7 @@ import queue
 import secrets
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -114,13 +115,6 @@ def decode_reply(payload: bytes, number: int, pid: int | None, nonce: str) -> tu
     return _parse_reply(fields), sender
 
 
-def as_remote_reply(reply: Score) -> Score:
-    """Return a closure's reply as if received from another process: bounded, sanitized, numbers and
-    text only.
-    """
-    return decode_reply(encode_reply(READY_ITEM, "", reply), READY_ITEM, None, "")[0]
-
-
 def _parse_reply(fields: dict[str, Any]) -> Score:
     failure, error, metrics = fields["failure"], fields["error"], fields["metrics"]
     if failure is not None:
@@ -208,11 +202,9 @@ def _make_error_reply(error: BaseException) -> Score:
     if isinstance(error, RewardPartError):
         cause = error.__cause__ or error
         description = f"failed {error}"[:MAX_ERROR_CHARACTERS]
-    trace = cause.__traceback__
     place = "returned instead of a reward"
-    while trace is not None:
-        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
+    for frame, line in traceback.walk_tb(cause.__traceback__):
+        place = f"{frame.f_code.co_filename}:{line}"
     text = sanitize_text(f"{description} (at {place})", MAX_ERROR_CHARACTERS + 500)
     return make_failed_score("error", text)
 
@@ -308,7 +300,9 @@ class ThreadRewardWorker:
             with capture_thread_output(output):
                 try:
                     for reply in iter_scores(reward, items, timeout):
-                        self._replies.put(as_remote_reply(reply))
+                        # as if received from another process: bounded, sanitized, plain data
+                        payload = encode_reply(READY_ITEM, "", reply)
+                        self._replies.put(decode_reply(payload, READY_ITEM, None, "")[0])
                         count += 1
                 except BaseException as error:  # boundary: user code
                     failure = make_failed_score("error", f"raised {describe_error(error)}")

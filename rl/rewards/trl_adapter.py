@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -119,20 +120,20 @@ class TRLReward:
         """Return the function's result (the caller awaits a coroutine)."""
         rows = [dict(meta or {}) for meta in metas]
         conversations = [row.pop(CONVERSATION, None) for row in rows]
+        for name, row in itertools.product(self.columns, rows):
+            if name not in row:
+                raise KeyError(
+                    f"the reward {self.name} takes the column {name!r}, but the row has "
+                    f"{', '.join(map(repr, row)) or 'none'}"
+                )
         present = dict.fromkeys(key for row in rows for key in row)
-        optional_columns = [key for key in present if self._takes_all or key in self._optional]
-        fields: dict[str, list[Any]] = {}
-        for name in self.columns:
-            for row in rows:
-                if name not in row:
-                    raise KeyError(
-                        f"the reward {self.name} takes the column {name!r}, but the row has "
-                        f"{', '.join(map(repr, row)) or 'none'}"
-                    )
-            fields[name] = [row[name] for row in rows]
-        for key in optional_columns:
-            if key not in {*fields, *_LIST_PARAMETERS, *self._bound_settings}:
-                fields[key] = [row.get(key) for row in rows]
+        optional = [key for key in present if self._takes_all or key in self._optional]
+        names = dict.fromkeys((*self.columns, *optional))
+        fields: dict[str, list[Any]] = {
+            name: [row.get(name) for row in rows]
+            for name in names
+            if name not in (*_LIST_PARAMETERS, *self._bound_settings)
+        }
         completions: list[Any] = [
             response if chat is None else [{"role": "assistant", "content": response}]
             for response, chat in zip(responses, conversations, strict=True)

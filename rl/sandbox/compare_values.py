@@ -84,7 +84,7 @@ def compare_wrapped(value: Any, expected: Any) -> bool:
 COMPARERS: dict[str, Callable[[Any, Any], bool]] = {
     "exact": compare_exact,
     # without white space at the ends of lines and of the whole text
-    "trimmed": partial(compare_texts, lambda text: _split_lines(text.strip())),
+    "trimmed": partial(compare_texts, lambda text: _strip_lines(text.strip())),
     "tokens": partial(compare_texts, str.split),  # word by word
     "floats": compare_floats,
     "sets": compare_unordered,
@@ -103,15 +103,14 @@ def _make_key(item: Any) -> Any:
     return type(item), item
 
 
-def _split_lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+def _strip_lines(text: str) -> str:
+    """Return a text without white space at the ends of lines, and without empty last lines."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    return "\n".join(map(str.rstrip, lines)).rstrip("\n")
 
 
 def _sort_lines(text: str) -> list[list[str]]:
-    return sorted(line.split() for line in _split_lines(text))
+    return sorted(map(str.split, _strip_lines(text).split("\n")))
 
 
 def _compare_nested(a: Any, b: Any, equal: Callable[[Any, Any], bool], deep: int = 0) -> bool:
@@ -145,11 +144,8 @@ def _is_close(value: Any, expected: Any) -> bool:
     An expected integer also has to be the integer nearest to the value, which means that an integer
     value has to be equal.
     """
-    numbers = (int, float)
-    if (
-        isinstance(value, bool)
-        or isinstance(expected, bool)
-        or not (isinstance(value, numbers) and isinstance(expected, numbers))
+    if bool in (type(value), type(expected)) or not (
+        isinstance(value, int | float) and isinstance(expected, int | float)
     ):
         return _are_equal(value, expected)
     try:

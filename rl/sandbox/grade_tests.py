@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rl.errors import UserError
 from rl.sandbox.compare_values import COMPARERS
@@ -24,6 +24,7 @@ from rl.sandbox.sandbox_types import (
 from rl.sandbox.worker_pool import WorkerJob
 from rl.sandbox.zygote_launch import find_pytest_folder
 
+T = TypeVar("T")
 Verdict = tuple[bool, str]
 _BUILD_SECONDS = 30.0
 _END_REPLY_SECONDS = 10.0
@@ -65,7 +66,6 @@ def build_case_message(
         "clean": clean,
         "argv": _fill_command(language, about.start),
         "address_space": about.address_space,
-        "environment": about.environment,
     }
 
 
@@ -89,10 +89,9 @@ def grade_dialogues(
     job: WorkerJob, tests: StdinStdoutTests, limits: SandboxLimits
 ) -> Iterator[Verdict]:
     """Yield a verdict for each (stdin, expected stdout). The time to compile counts too."""
-    until = time.monotonic() + limits.total_s
+    cases = iter_timed(enumerate(tests.cases), limits)
     built = compile_program(job, tests.language, limits)
-    for number, (stdin, expected) in enumerate(tests.cases):
-        wall_s = cap_wall_time(limits, until)
+    for (number, (stdin, expected)), wall_s in cases:
         if wall_s <= 0:
             yield make_late_verdict(limits)
             continue
@@ -108,9 +107,7 @@ def grade_dialogues(
 
 def grade_calls(job: WorkerJob, tests: Calls, limits: SandboxLimits) -> Iterator[Verdict]:
     """Yield a verdict for each call. Raises UserError if arguments are not plain data."""
-    until = time.monotonic() + limits.total_s
-    for arguments, expected in tests.cases:
-        wall_s = cap_wall_time(limits, until)
+    for (arguments, expected), wall_s in iter_timed(tests.cases, limits):
         if wall_s <= 0:
             yield make_late_verdict(limits)
             continue
@@ -170,11 +167,12 @@ def compare_values(compare: Compare, value: Any, expected: Any) -> Verdict:
     return (True, "ok") if ok else (False, f"wrong: {show(value)!r}")
 
 
-def cap_wall_time(limits: SandboxLimits, until: float) -> float:
-    """Return the seconds that a test may take now; at most 0 if the time of all tests is over.
-    `until`: the monotonic time at which it ends.
+def iter_timed(cases: Iterable[T], limits: SandboxLimits) -> Iterator[tuple[T, float]]:
+    """Yield each case with the seconds that its test may take: at most 0 after the time of all
+    tests, which begins with this call.
     """
-    return min(limits.wall_s, until - time.monotonic())
+    until = time.monotonic() + limits.total_s
+    return ((case, min(limits.wall_s, until - time.monotonic())) for case in cases)
 
 
 def make_late_verdict(limits: SandboxLimits) -> Verdict:
@@ -219,13 +217,12 @@ def grade_asserts(
     A tester runs until it or the candidate is lost; then another tester takes the next test.
     """
     until = time.monotonic() + limits.total_s
-    program_names = [tests.entry_point] if tests.entry_point is not None else []
     message = {
         "do": "tests",
         "setup": tests.setup,
         "tests": list(tests.asserts),
         "entries": tests.list_entry_points(),
-        "program_names": program_names,
+        "program_names": [tests.entry_point] if tests.entry_point is not None else [],
         "early_stop": early_stop,
     }
     done, count = 0, len(tests.asserts)

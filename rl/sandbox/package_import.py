@@ -34,9 +34,9 @@ def find_package_paths(packages: tuple[str, ...]) -> dict[str, str]:
         distribution = _find_distribution(name)
         if distribution is None:
             if name in packages:
-                remedy = f"pip install {name}, or leave it out"
                 raise UserError(
-                    f"a sandbox needs the package {name!r}, which is not installed here: {remedy}"
+                    f"a sandbox needs the package {name!r}, which is not installed here: "
+                    f"pip install {name}, or leave it out"
                 )
             continue
         key = distribution.metadata["Name"].lower()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 from rl.errors import UserError
@@ -23,7 +23,6 @@ class Language:
     build: tuple[str, ...] = ()
     start: tuple[str, ...] = ()
     address_space: bool = True
-    environment: dict[str, str] = field(default_factory=dict)
     remedy: str = ""
 
 

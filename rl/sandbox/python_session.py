@@ -59,10 +59,9 @@ class PythonSession:
             self._end(lost=True)
             return SessionTurn("", str(error), None, "lost", seconds)
         if "ended" in reply:
-            self._end()
-            by = reply["ended_by"] or ("signal" if reply["signal"] else "exit")
-            return SessionTurn(reply["stdout"], reply["stderr"], None, by, reply["wall_s"])
-        by, value = _read_value(reply)
+            by, value = reply["ended_by"] or ("signal" if reply["signal"] else "exit"), None
+        else:
+            by, value = _read_value(reply)
         if by:
             self._end()
         return SessionTurn(reply["stdout"], reply["stderr"], value, by, reply["wall_s"])
@@ -76,9 +75,8 @@ class PythonSession:
 
     def close(self) -> None:
         """End the interpreter and remove its worker. A second call does nothing."""
-        if not self._pool.closed:
-            self._end()
-            self._pool.remove_worker(self._worker)
+        self._end()
+        self._pool.remove_worker(self._worker)
 
     def __enter__(self) -> PythonSession:
         return self

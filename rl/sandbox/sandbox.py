@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from rl.errors import UserError
@@ -172,25 +172,6 @@ class Sandbox:
             # Waiting threads share a timeout too; later requests grade again.
             future.set_result(None if "lost" in words else grade)
 
-    def grade_many(
-        self,
-        pairs: Sequence[tuple[str, Tests]],
-        *,
-        limits: SandboxLimits | None = None,
-        early_stop: bool = False,
-        cache: bool = True,
-    ) -> list[Grade]:
-        """Return the grades of (program, tests) in order, graded on all workers."""
-        with ThreadPoolExecutor(self.workers, "sandbox") as pool:
-            return list(
-                pool.map(
-                    lambda pair: self.grade(
-                        *pair, limits=limits, early_stop=early_stop, cache=cache
-                    ),
-                    pairs,
-                )
-            )
-
     def session(
         self, *, files: Mapping[str, str] | None = None, limits: SandboxLimits | None = None
     ) -> PythonSession:
@@ -234,7 +215,6 @@ class Sandbox:
             "program": program,
             "files": {**(files or {}), program_file: program},
             "limits": dataclasses.asdict(limits),
-            "keep": ["program"],
         }
 
     def _grade(self, program: str, tests: Tests, limits: SandboxLimits, early_stop: bool) -> Grade:

@@ -20,8 +20,8 @@ from rl.errors import UserError
 from rl.sandbox.grade_tests import (
     MAX_RANGE_LENGTH,
     Verdict,
-    cap_wall_time,
     compare_values,
+    iter_timed,
     make_late_verdict,
 )
 from rl.sandbox.inside import reply_parser, value_codec
@@ -87,13 +87,14 @@ class SandboxService:
         try:
             run = self.run("print(6 * 7)", "python", "", {}, SandboxLimits())
         except SandboxLost as error:
-            hint = f"{error}. Is it up, and does it speak POST /run_code?"
-            raise UserError(f"the sandbox service {self.url} does not answer: {hint}") from error
-        if run.stdout.strip() != "42":
-            gave = f"{run.stdout[:200]!r} {run.stderr[:200]!r}"
             raise UserError(
-                f"the sandbox service {self.url} does not run Python: "
-                f"print(6 * 7) gave {gave}, expected 42"
+                f"the sandbox service {self.url} does not answer: {error}. Is it up, and does it "
+                "speak POST /run_code?"
+            ) from error
+        if run.stdout.strip() != "42":
+            raise UserError(
+                f"the sandbox service {self.url} does not run Python: print(6 * 7) gave "
+                f"{run.stdout[:200]!r} {run.stderr[:200]!r}, expected 42"
             )
 
     def run(
@@ -107,12 +108,13 @@ class SandboxService:
         """Run a program. Raises SandboxLost if the service gives no valid response."""
         if language not in _LANGUAGES:
             raise UserError(f"language {language!r} is unknown, expected: {', '.join(_LANGUAGES)}")
-        coded = {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
         payload = {
             "code": program,
             "language": _LANGUAGES[language],
             "stdin": stdin,
-            "files": coded,
+            "files": {
+                name: base64.b64encode(text.encode()).decode() for name, text in files.items()
+            },
             "run_timeout": limits.wall_s,
             "memory_limit_MB": limits.memory_mb,
         }
@@ -132,13 +134,8 @@ class SandboxService:
             out = str(ran.get("stdout") or "")
             err = str(ran.get("stderr") or response.get("message") or "")
             seconds = float(ran.get("execution_time") or time.monotonic() - start)
-        except (
-            OSError,  # urllib.error.URLError is one
-            http.client.HTTPException,
-            ValueError,
-            AttributeError,
-            TypeError,
-        ) as error:
+        # urllib.error.URLError is an OSError
+        except (OSError, http.client.HTTPException, ValueError, AttributeError, TypeError) as error:
             raise SandboxLost(f"{type(error).__name__}: {error}") from error
         late = "TimeLimit" in status
         code = None if late or not isinstance(code, int) else code
@@ -147,10 +144,8 @@ class SandboxService:
 
     def grade_tests(self, program: str, tests: Tests, limits: SandboxLimits) -> Iterator[Verdict]:
         """Yield the verdict of each test, within `total_s` together."""
-        until = time.monotonic() + limits.total_s
         if isinstance(tests, StdinStdoutTests):
-            for stdin, expected in tests.cases:
-                wall_s = cap_wall_time(limits, until)
+            for (stdin, expected), wall_s in iter_timed(tests.cases, limits):
                 if wall_s <= 0:
                     yield make_late_verdict(limits)
                     continue
@@ -163,8 +158,8 @@ class SandboxService:
                 else:
                     yield False, f"error: exit code {run.returncode}: {run.stderr[-300:]}"
             return
-        for calls in [tests] if isinstance(tests, Calls) else self._convert_asserts(tests):
-            wall_s = cap_wall_time(limits, until)
+        groups = [tests] if isinstance(tests, Calls) else self._convert_asserts(tests)
+        for calls, wall_s in iter_timed(groups, limits):
             if wall_s <= 0:
                 yield from [make_late_verdict(limits)] * len(calls.cases)
             else:
@@ -184,30 +179,24 @@ class SandboxService:
             if number >= len(printed) or len(printed) > len(tests.cases):
                 yield False, f"{run.ended_by or 'error'}: {run.stderr[-300:]}"
                 continue
+            verdict = False, f"error: {printed[number][:300]}"
             try:
                 reply = reply_parser.parse(printed[number])
-                value = (
-                    value_codec.decode(reply["value"], longest_range=MAX_RANGE_LENGTH)
-                    if reply.keys() == {"value"}
-                    else None
-                )
+                if "value" in reply:
+                    value = value_codec.decode(reply["value"], longest_range=MAX_RANGE_LENGTH)
+                    verdict = compare_values(tests.compare, value, expected)
             except (reply_parser.ForgedMessageError, value_codec.NotPlain):
-                yield False, f"forged: {printed[number][:300]}"
-                continue
-            yield (
-                compare_values(tests.compare, value, expected)
-                if "value" in reply
-                else (False, f"error: {printed[number][:300]}")
-            )
+                verdict = False, f"forged: {printed[number][:300]}"
+            yield verdict
 
     def _convert_asserts(self, tests: Tests) -> list[Calls]:
         """Convert asserts of the form `assert f(literals) == literal` to Calls: the service runs
         the calls, this process compares.
         """
         if not isinstance(tests, Asserts) or tests.setup.strip():
-            remedy = f"{type(tests).__name__} of another form need a local sandbox"
             raise UserError(
-                f"a service takes dialogues, calls and asserts `f(literals) == literal`; {remedy}"
+                "a service takes dialogues, calls and asserts `f(literals) == literal`; "
+                f"{type(tests).__name__} of another form need a local sandbox"
             )
         calls = []
         for text in tests.asserts:
@@ -215,9 +204,9 @@ class SandboxService:
                 name, arguments, right = _parse_equality(text)
                 case = ([ast.literal_eval(item) for item in arguments], ast.literal_eval(right))
             except (ValueError, SyntaxError) as error:
-                reason = f"this assert needs a local sandbox: {text[:200]!r}"
                 raise UserError(
-                    f"a service takes asserts `f(literals) == literal`; {reason}"
+                    "a service takes asserts `f(literals) == literal`; this assert needs a local "
+                    f"sandbox: {text[:200]!r}"
                 ) from error
             calls.append(Calls(name, [case], operator.eq))
         return calls

@@ -22,7 +22,7 @@ from rl.sandbox.inside.message_framing import JsonObject
 from rl.sandbox.zygote_launch import Zygote
 
 _GRACE_SECONDS = 1.0  # beyond the limit of a run, which its monitor enforces
-_FREE_SECONDS = 10.0
+_BEGIN_SECONDS = _FREE_SECONDS = 10.0
 _MAX_WORKERS_PER_CORE = 1024
 _BROKEN_CONNECTION = (message_framing.ConnectionClosedError, message_framing.BadMessage)
 
@@ -48,20 +48,18 @@ class SandboxWorker:
         """Begin a job. Raises SandboxLost if two attempts fail."""
         for attempt in (1, 2):
             try:
-                return self._open(job)
+                zygote = self.zygote = self.zygote or self.start()
+                with open_channel() as (monitor_socket, zygote_end):
+                    message_framing.send(zygote.control, {"job": True}, (zygote_end.fileno(),))
+                opened = WorkerJob(monitor_socket, secrets.token_hex(16))
+                begin = {**job, "do": "begin", "nonce": opened.nonce, "cores": [self.core]}
+                opened.request(begin, _BEGIN_SECONDS)
+                return opened
             except (SandboxLost, RuntimeError, OSError, *_BROKEN_CONNECTION) as error:
                 self.kill_zygote()
                 if attempt == 2:
                     raise SandboxLost(f"no sandbox could be started: {error}") from error
         raise AssertionError("the second attempt returns or raises")
-
-    def _open(self, job: JsonObject) -> WorkerJob:
-        zygote = self.zygote = self.zygote or self.start()
-        with open_channel() as (monitor_socket, zygote_end):
-            message_framing.send(zygote.control, {"job": True}, (zygote_end.fileno(),))
-        opened = WorkerJob(monitor_socket, secrets.token_hex(16))
-        opened.request({**job, "do": "begin", "nonce": opened.nonce, "cores": [self.core]}, 10.0)
-        return opened
 
     def close(self, job: WorkerJob) -> None:
         """End a job and wait until all of its processes have ended."""
@@ -127,7 +125,7 @@ class WorkerPool:
         self._start = start
         self._idle_workers: queue.LifoQueue[SandboxWorker | None] = queue.LifoQueue()
         self._lock = threading.Lock()
-        self._workers: list[SandboxWorker] = []
+        self._workers: set[SandboxWorker] = set()
         self.closed = False
         for _ in range(count):
             self._idle_workers.put(self.add_worker())
@@ -136,7 +134,7 @@ class WorkerPool:
         """Create a worker outside of the queue of idle workers, for a session."""
         worker = SandboxWorker(self._start_zygote, *_claim_core())
         with self._lock:
-            self._workers.append(worker)
+            self._workers.add(worker)
         return worker
 
     def remove_worker(self, worker: SandboxWorker) -> None:
@@ -144,13 +142,15 @@ class WorkerPool:
         worker.kill_zygote()
         worker.core_claim.close()
         with self._lock:
-            if worker in self._workers:
-                self._workers.remove(worker)
+            self._workers.discard(worker)
 
     @contextlib.contextmanager
     def open_job(self, job: JsonObject) -> Any:
         """Run a job in the next idle worker. Raises SandboxLost."""
-        worker = self._take_worker()
+        worker = None if self.closed else self._idle_workers.get()
+        if worker is None:
+            self._idle_workers.put(None)  # wakes the next waiting thread
+            raise UserError("this sandbox is closed: create a new Sandbox")
         try:
             opened = worker.open(job)
             try:
@@ -162,13 +162,6 @@ class WorkerPool:
                 worker.close(opened)
         finally:
             self._idle_workers.put(worker)
-
-    def _take_worker(self) -> SandboxWorker:
-        worker = None if self.closed else self._idle_workers.get()
-        if worker is None:
-            self._idle_workers.put(None)  # wakes the next waiting thread
-            raise UserError("this sandbox is closed: create a new Sandbox")
-        return worker
 
     def close(self) -> None:
         """Kill all zygotes. A second call does nothing."""

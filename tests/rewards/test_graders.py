@@ -166,8 +166,12 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
+QUICK = "gsm8k, four models"
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PUBLISHED]
+)
 def test_graders_agree_with_published_grades_or_are_right(name: str, shared_data: Path):
     reward, solutions, number, different = PUBLISHED[name]
     count, differ = find_differences(reward, solutions(shared_data))

@@ -205,15 +205,15 @@ def test_coroutines_of_later_calls_share_the_event_loop_of_the_first(reward_file
     items = [("p", "x", None)] * 3
 
     async def inside():
-        return reward.evaluate_many(items)
+        return [*reward.iter_results(items)]
 
-    for results in (*(reward.evaluate_many(items) for _ in range(2)), asyncio.run(inside())):
+    for results in (*([*reward.iter_results(items)] for _ in range(2)), asyncio.run(inside())):
         assert [getattr(result, "reward", result) for result in results] == [1.0] * 3
 
 
 @pytest.mark.parametrize("name", ["lengths", "waits", "all_turns"])
 def test_a_call_without_items_has_no_results(reward_file, name):
-    assert resolve_reward(f"{reward_file}:{name}").evaluate_many([]) == []
+    assert [*resolve_reward(f"{reward_file}:{name}").iter_results([])] == []
 
 
 EPISODE = Episode(

@@ -4,7 +4,6 @@ starts.
 
 import json
 import textwrap
-import time
 
 import pytest
 
@@ -19,7 +18,7 @@ from rl.trainer.stage_data import prepare_stage
 from rl.types import ModelInput, Problem
 
 FILE = """
-    import asyncio, time
+    import asyncio
     import a_neighbour
 
     def by_list(completions, answer, **kwargs):
@@ -40,10 +39,6 @@ FILE = """
 
     def picky(completions, **kwargs):
         return [1.0 / int(c) for c in completions]
-
-    async def waits(prompt, response, meta):
-        await asyncio.sleep(0.2)
-        return float(response)
 
     async def waits_in_lists(completions, **kwargs):
         await asyncio.sleep(0.01)
@@ -96,22 +91,22 @@ def test_functions_of_lists_get_columns_and_settings_and_batches(file):
     assert reward("p", "4", {"answer": 4}) == 1.0
     assert reward("p", "5", {"answer": "4", "other": 1}) == 0.0
     items = [("p", str(i), {"answer": 2}) for i in range(4)]
-    assert rewards_of(reward.evaluate_many(items)) == [0.0, 0.0, 1.0, 0.0]
+    assert rewards_of([*reward.iter_results(items)]) == [0.0, 0.0, 1.0, 0.0]
     count = resolve_reward(f"{file}:count")
-    assert rewards_of(count.evaluate_many(items)) == [4.0] * 4, "one call"
+    assert rewards_of([*count.iter_results(items)]) == [4.0] * 4, "one call"
     assert resolve_reward(f"{file}:scaled", scale=3.0)("", "", {}) == 3.0
     assert resolve_reward(f"{file}:scaled", scale=3.0)("", "", {"scale": 7}) == 3.0
     assert resolve_reward(f"{file}:scaled")("", "", {}) == 1.0
     assert resolve_reward(f"{file}:waits_in_lists")("", "", {}) == 1.0
     with pytest.raises(KeyError, match="takes the column 'answer', but the row has 'b'"):
         reward("p", "4", {"b": 1})
-    wrong = resolve_reward(f"{file}:wrong_count").evaluate_many(items[:2])
+    wrong = [*resolve_reward(f"{file}:wrong_count").iter_results(items[:2])]
     assert rewards_of(wrong) == [1.0, 1.0], "asked again one by one"
     two = resolve_reward(lambda completions, **kwargs: [1.0] * 2)
-    failed, *scored = two.evaluate_many(items[:3])  # split into halves of 1 and 2 items
+    failed, *scored = [*two.iter_results(items[:3])]  # split into halves of 1 and 2 items
     assert "returned 2 rewards for 1 answers" in str(failed) and rewards_of(scored) == [1.0, 1.0]
     picky = resolve_reward(f"{file}:picky")
-    results = picky.evaluate_many([("", text, {}) for text in ("2", "zero", "4")])
+    results = [*picky.iter_results([("", text, {}) for text in ("2", "zero", "4")])]
     assert rewards_of(results) == [0.5, "ValueError", 0.25], "one bad item costs itself alone"
 
 
@@ -159,7 +154,7 @@ def test_none_is_left_out_of_a_sum_and_the_failing_part_is_named(file):
     listed = sum_of(f"{file}:by_list", f"{file}:sometimes")
     assert listed.batched and listed.columns == ("answer",)
     items = [("", "2", {"answer": 2}), ("", "x", {"answer": 2})]
-    assert rewards_of(listed.evaluate_many(items)) == [3.0, 0.0]
+    assert rewards_of([*listed.iter_results(items)]) == [3.0, 0.0]
     with Scorer(sum_of("exact_match", f"{file}:breaks"), workers=1) as scorer:
         (score,) = scorer.score_many([("", "a", {"answer": "a"})])
     assert "failed in its part" in score.error
@@ -169,16 +164,6 @@ def test_none_is_left_out_of_a_sum_and_the_failing_part_is_named(file):
         sum_of("exact_match", f"{file}:nan")("", "a", {"answer": "a"})
     with pytest.raises(Exception, match="all of its parts: each returned None"):
         sum_of(f"{file}:sometimes")("", "x", {})
-
-
-def test_coroutines_wait_together_in_one_worker(file):
-    with Scorer(f"{file}:waits", workers=1, timeout=5.0) as scorer:
-        scorer.score_many([("", "0", {})])  # starts the worker
-        begin = time.monotonic()
-        scores = scorer.score_many([("", str(i), {}) for i in range(16)])
-        spent = time.monotonic() - begin
-    assert [score.reward for score in scores] == [float(i) for i in range(16)]
-    assert spent < 16 * 0.2, "one after the other they take 3.2 s"
 
 
 ROWS = [

@@ -1,11 +1,7 @@
-"""Test the reward registry, and the built-in rewards against values computed by hand and published
-grades.
-"""
+"""Test the reward registry, and the built-in rewards against values computed by hand."""
 
-import json
 import pickle
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -241,23 +237,6 @@ def test_gsm8k_by_hand():
     assert reward.evaluate("", "1200", meta) == RewardResult(-0.1, {"correct": 0.0, "format": 0.0})
     with pytest.raises(ValueError, match="is not a number"):
         reward("", r"\boxed{7}", {"answer": "x+1"})
-
-
-def test_gsm8k_agrees_with_the_published_grades_of_5276_solutions(shared_data: Path):
-    reward, disagreements, graded = resolve_reward("gsm8k"), [], 0
-    for line in (shared_data / "gsm8k" / "example_model_solutions.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        answer = row["ground_truth"].rpartition("A:")[2].strip()
-        for model, judged in row.items():
-            if isinstance(judged, dict):
-                # the data set marks answers with "A:"
-                response = "####".join(judged["solution"].rsplit("A:", 1))
-                correct = reward.evaluate("", response, {"answer": answer}).metrics["correct"]
-                graded += 1
-                if bool(correct) != (str(judged["is_correct"]).lower() in ("true", "1")):
-                    disagreements.append((model, response[-40:], answer))
-    assert graded == 4 * 1319
-    assert disagreements == []
 
 
 @pytest.mark.parametrize(

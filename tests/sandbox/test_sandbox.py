@@ -17,6 +17,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from grading import grade_many
 
 from rl.errors import UserError
 from rl.processes import find_descendants
@@ -302,7 +303,7 @@ def test_pytest_files_without_namespaces(monkeypatch, tmp_path):
              "    assert f(1) == 2\n"}  # fmt: skip
     programs = ["def f(x): return x + 1", "def f(x):\n    import os; os._exit(0)"]
     with Sandbox("rlimits", SandboxLimits(wall_s=1, total_s=40), workers=2) as weak:
-        grades = weak.grade_many([(text, Pytest(files)) for text in programs])
+        grades = grade_many(weak, [(text, Pytest(files)) for text in programs])
         again = weak.grade(programs[0], Pytest(files), cache=False)
     assert [grade.passed for grade in (*grades, again)] == [[True], [False], [True]]
     lines = record.read_text().splitlines()
@@ -359,7 +360,7 @@ def test_a_program_that_many_ask_about_at_once_is_graded_once(sandbox, monkeypat
 
     monkeypatch.setattr(type(sandbox), "_grade", count_grades)
     tests = Asserts("", ["assert f() == 7"])
-    grades = sandbox.grade_many([("def f(): return 7  # asked by six", tests)] * 6)
+    grades = grade_many(sandbox, [("def f(): return 7  # asked by six", tests)] * 6)
     assert len(ran) == 1 and all(grade.all for grade in grades)
     assert sum(grade.cached for grade in grades) == 5
     endless, limits = "while True: pass  # asked by two", SandboxLimits(wall_s=1, cpu_s=5)
@@ -461,7 +462,7 @@ def test_a_killed_caller_leaves_no_process_behind():
     code = (
         "import threading, time\nfrom rl.sandbox import Sandbox\ns = Sandbox(workers=1)\n"
         "threading.Thread(target=s.run, args=('import time; time.sleep(300)',)).start()\n"
-        "while not s._worker_pool._workers[0].zygote: time.sleep(0.05)\ntime.sleep(0.5)\n"
+        "while not s._worker_pool._workers.copy().pop().zygote: time.sleep(0.05)\ntime.sleep(0.5)\n"
         "print('running', flush=True)\ntime.sleep(300)"
     )
     caller = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -13,6 +13,7 @@ import time
 import pytest
 from adversary import COMPUTING, TAKE_OVER, make_adversary, make_forged_replies, value
 from games import example_address, load_example
+from grading import grade_many
 from hostile_replies import ARGUMENTS, SORTS
 
 from rl.envs import resolve_environment
@@ -147,8 +148,8 @@ def test_a_program_that_forges_one_reply_is_asked_the_next(sandbox):
 def test_a_forged_reply_loses_nobodys_list(sandbox):
     tests = Calls("f", [([0], 1)])
     programs = [make_adversary([value(encoded)]) for encoded in list(COMPUTING.values())[::5]]
-    grades = sandbox.grade_many(
-        [(text, tests) for program in programs for text in (program, "def f(x): return 1")]
+    grades = grade_many(
+        sandbox, [(text, tests) for program in programs for text in (program, "def f(x): return 1")]
     )
     assert [grade.all for grade in grades] == [False, True] * len(programs)
     assert all(grade.reasons[0].startswith("forged") for grade in grades[::2])

@@ -6,6 +6,7 @@ import collections
 import json
 
 import pytest
+from grading import grade_many
 from hostile_grading import DEATHS, FAMILIES, HEADS, REPLACED, STYLES, list_cheating_programs
 
 from rl.data import load_problems
@@ -29,7 +30,7 @@ def test_no_program_gets_more_than_it_earns(sandbox):
     programs = list_cheating_programs()
     assert {p.family for p in programs} == set(FAMILIES)
     assert min(collections.Counter(p.family for p in programs).values()) >= 18
-    grades = sandbox.grade_many([(p.text, p.tests) for p in programs], cache=False)
+    grades = grade_many(sandbox, [(p.text, p.tests) for p in programs], cache=False)
     faults = [
         f"{p.family} {p.name} earns {grade.fraction:g} for {p.earns:g}: {grade.reasons}"
         for p, grade in zip(programs, grades, strict=True)

@@ -10,11 +10,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl.data.problem_set import ProblemSet
-from rl.data.synthetic.generated_set import build_set
+from rl.data.synthetic.generated_set import build_set, make_options_error, parse_counts
 from rl.errors import UserError
 
 # option: (default, least, most)
 _OPTIONS = {"numbers": (4, 2, 6), "high": (99, 9, 999), "size": (10_000, 1, 1_000_000)}
+_TAKES = (
+    ", ".join(f"{key} from {low} to {high}" for key, (_, low, high) in _OPTIONS.items())
+    + ", e.g. 'countdown:numbers=3,high=20'"
+)
 _TARGETS = range(10, 1000)
 
 
@@ -38,7 +42,9 @@ def countdown(
     response is that solution, in \\boxed{}.
     Raises UserError for an unknown split or option, or if too few problems exist.
     """
-    rows = _generate_rows(split, _options(options or {}))
+    if set(options or {}) - set(_OPTIONS):
+        raise make_options_error("countdown", _TAKES, options or {})
+    rows = _generate_rows(split, parse_counts("countdown", _TAKES, options or {}, _OPTIONS))
     return build_set("countdown", split, rows, tag)
 
 
@@ -65,21 +71,6 @@ def _generate_rows(
             f"countdown: of {options['numbers']} numbers up to {options['high']} fewer than "
             f"{count} problems exist; request a smaller size"
         )
-
-
-def _options(options: Mapping[str, str]) -> dict[str, int]:
-    """Return all options as numbers. Raises UserError for unknown or invalid options."""
-    resolved = {name: default for name, (default, _, _) in _OPTIONS.items()}
-    for key, value in options.items():
-        _, least, most = _OPTIONS.get(key, (0, 1, 0))
-        if not value.isdecimal() or not least <= int(value) <= most:
-            ranges = ", ".join(f"{name} from {a} to {b}" for name, (_, a, b) in _OPTIONS.items())
-            raise UserError(
-                f"countdown takes the options {ranges}, e.g. 'countdown:numbers=3,high=20'; got "
-                f"{key}={value}"
-            )
-        resolved[key] = int(value)
-    return resolved
 
 
 def _prompt(numbers: list[int], target: int) -> str:

@@ -37,6 +37,22 @@ def parse_noise(
     return noise, first
 
 
+def parse_counts(
+    name: str,
+    takes: str,
+    options: Mapping[str, str],
+    ranges: Mapping[str, tuple[int, int, int]],
+) -> dict[str, int]:
+    """Return the options of `ranges`: (default, least, most) of each. Raises UserError for an
+    invalid value.
+    """
+    counts = {key: options.get(key, str(default)) for key, (default, _, _) in ranges.items()}
+    for key, (_, least, most) in ranges.items():
+        if not counts[key].isdecimal() or not least <= int(counts[key]) <= most:
+            raise make_options_error(name, takes, options)
+    return {key: int(value) for key, value in counts.items()}
+
+
 def build_set(
     name: str,
     split: str,

@@ -4,9 +4,10 @@ models of few parameters.
 
 from __future__ import annotations
 
+import operator
 import random
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
 
@@ -15,14 +16,15 @@ from rl.data.synthetic.generated_set import build_set, parse_noise
 from rl.types import Problem
 
 _CONSTANTS = range(2, 10)
-# {e}: the expression so far ({b}: in brackets); {c}: a constant
-_STEPS = {
-    "add": "{b}+{c}",
-    "take": "{b}-{c}",
-    "times": "{b}*{c}",
-    "mod": "{b}%{c}",
-    "most": "min({e},{c})",
-    "least": "max({e},{c})",
+# What a step adds to the program, and what it computes. {e}: the expression so far ({b}: in
+# brackets); {c}: a constant.
+_STEPS: dict[str, tuple[str, Callable[[int, int], int]]] = {
+    "add": ("{b}+{c}", operator.add),
+    "take": ("{b}-{c}", operator.sub),
+    "times": ("{b}*{c}", operator.mul),
+    "mod": ("{b}%{c}", operator.mod),
+    "most": ("min({e},{c})", min),
+    "least": ("max({e},{c})", max),
 }
 _INPUTS = (-7, 0, 3, 5, 12)
 _TAKES = "noise=P with P from 0 to 1, and from=EPOCH, e.g. 'oneliners:noise=0.5,from=4'"
@@ -40,20 +42,13 @@ def is_test(steps: tuple[Step, Step]) -> bool:
 
 def _apply(step: Step, x: int) -> int:
     name, c = step
-    return {
-        "add": x + c,
-        "take": x - c,
-        "times": x * c,
-        "mod": x % c,
-        "most": min(x, c),
-        "least": max(x, c),
-    }[name]
+    return _STEPS[name][1](x, c)
 
 
 def _program(steps: tuple[Step, ...]) -> str:
     e = "x"
     for name, c in steps:
-        e = _STEPS[name].format(e=e, b=e if e == "x" or e.endswith(")") else f"({e})", c=c)
+        e = _STEPS[name][0].format(e=e, b=e if e == "x" or e.endswith(")") else f"({e})", c=c)
     return f"def f(x):return {e}"
 
 

@@ -11,13 +11,13 @@ from itertools import combinations_with_replacement
 from typing import Any
 
 from rl.data.problem_set import ProblemSet
-from rl.data.synthetic.generated_set import build_set, make_options_error, parse_noise
+from rl.data.synthetic.generated_set import build_set, parse_counts, parse_noise
 from rl.errors import UserError
 from rl.types import Problem
 
-_RANGES = {"digits": (2, 9), "size": (1, 1_000_000)}
+_COUNTS = {"digits": (5, 2, 9), "size": (10_000, 1, 1_000_000)}  # default, least, most
 _TAKES = (
-    ", ".join(f"{key} from {low} to {high}" for key, (low, high) in _RANGES.items())
+    ", ".join(f"{key} from {low} to {high}" for key, (_, low, high) in _COUNTS.items())
     + ", noise=P with P from 0 to 1, and from=EPOCH, e.g. 'sorting:digits=4,noise=1'"
 )
 
@@ -54,12 +54,8 @@ def sorting(
     meta["answer"] is always sorted.
     Raises UserError for an unknown split or option, or if too few rows exist.
     """
-    resolved = {"digits": "5", "size": "10000", **(options or {})}
-    noise = parse_noise("sorting", _TAKES, options or {}, _RANGES)
-    for key, (low, high) in _RANGES.items():
-        if not resolved[key].isdecimal() or not low <= int(resolved[key]) <= high:
-            raise make_options_error("sorting", _TAKES, options or {})
-    digits, size = (int(resolved[key]) for key in _RANGES)
+    noise = parse_noise("sorting", _TAKES, options or {}, _COUNTS)
+    digits, size = parse_counts("sorting", _TAKES, options or {}, _COUNTS).values()
 
     def shuffle(problem: Problem, rng: random.Random) -> str:
         return "".join(rng.sample(problem.meta["answer"], digits))

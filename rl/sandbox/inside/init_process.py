@@ -85,11 +85,10 @@ class Init:
                 file.write(message_framing.encode_text(text))
 
     def _clean(self) -> None:
-        """Restore the initial content of the folder, and keep build results."""
-        keep = set(self.job.get("keep", ()))
+        """Restore the initial content of the folder, and keep the compiled program."""
         for place in [HOME, "/dev/shm"] if "mounts" in self.layers else [self.folder]:
             for entry in list(os.scandir(place)):
-                if entry.name in keep and place == self.folder:
+                if entry.name == "program" and place == self.folder:
                     continue
                 with contextlib.suppress(OSError):
                     if entry.is_dir(follow_symlinks=False):
@@ -104,7 +103,7 @@ class Init:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         pid = os.fork()
         if pid == 0:
-            _become_candidate(self.job, message, fds, self.layers, self.monitor.fileno())
+            _become_candidate(self.job, message, fds, self.layers)
         for descriptor in fds:
             os.close(descriptor)
         message_framing.send(self.monitor, {"started": pid})
@@ -167,7 +166,7 @@ def list_descendants(root: int) -> list[int]:
 
 
 def _become_candidate(
-    job: JsonObject, message: JsonObject, fds: list[int], layers: set[str], control: int
+    job: JsonObject, message: JsonObject, fds: list[int], layers: set[str]
 ) -> None:
     """Drop every right in the new process, then run the program. Never returns."""
     code = 1
@@ -210,5 +209,4 @@ def _run(job: JsonObject, message: JsonObject) -> int:
     if mode == "serve":
         return candidate.Server(job["program"], 3, 4).serve()
     argv = [word.replace("{here}", os.getcwd()) for word in message["argv"]]
-    home = {"HOME": os.getcwd(), "TMPDIR": os.getcwd()}
-    os.execve(argv[0], argv, {**os.environ, **home, **message.get("environment", {})})
+    os.execve(argv[0], argv, {**os.environ, "HOME": os.getcwd(), "TMPDIR": os.getcwd()})

@@ -112,17 +112,10 @@ def mount_private(layers: set[str], megabytes: int, files: int) -> None:
     options = f"size={megabytes}m,nr_inodes={files + 1},mode=0700"
     for place in ("/tmp", "/dev/shm"):
         mount(place, options)
-    if "proc" in layers:
-        mount_private_proc()
-
-
-def mount_private_proc() -> None:
-    """Mount a read-only /proc that shows a program only the program's processes: /dev/stdin and
-    /dev/fd point there.
-
-    The mount is an empty tmpfs instead if the kernel refuses a new /proc because every visible
-    /proc is partly covered by other mounts.
-    """
+    if "proc" not in layers:
+        return
+    # Read-only, with only the program's processes: /dev/stdin and /dev/fd point there. An empty
+    # tmpfs if the kernel refuses a new /proc because other mounts cover a part of every visible one.
     try:
         mount("/proc", "hidepid=ptraceable,subset=pid", _MS_RDONLY | _MS_NOEXEC, "proc")
     except OSError:

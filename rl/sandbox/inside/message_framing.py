@@ -64,11 +64,11 @@ def pack(message: JsonObject) -> bytes:
     return HEAD.pack(len(body)) + body
 
 
-def receive(channel: socket.socket | int, max_bytes: int = MAX_MESSAGE_BYTES) -> JsonObject:
+def receive(channel: socket.socket | int) -> JsonObject:
     """Return the next message. Raises ConnectionClosedError, BadMessage, and TimeoutError if the socket has a
     timeout.
     """
-    return parse_object(receive_bytes(channel, max_bytes))
+    return parse_object(receive_bytes(channel))
 
 
 def receive_bytes(

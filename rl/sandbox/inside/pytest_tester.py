@@ -155,9 +155,8 @@ def run_pytest(message: dict[str, Any], link: CandidateClient, verdicts: int) ->
     import pytest
 
     plugin = VerdictPlugin(verdicts)
-    options = ["-q", "-p", "no:cacheprovider", "--rootdir", folder, "-c", "/dev/null"]
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", folder, "-c", "/dev/null", folder]
     options += ["--basetemp", os.path.join(message["folder"], "temporary")]
-    stop = ["-x"] if message["early_stop"] else []
-    pytest.main([*options, *stop, folder], plugins=[plugin])
+    pytest.main(options + ["-x"] * message["early_stop"], plugins=[plugin])
     if plugin.count == 0:
         send_verdict(verdicts, False, "error: pytest found no tests")
