@@ -123,21 +123,24 @@ class ProblemGroupBuilder(EnvGroupBuilder):
     ):
         self.problem = problem
         self.group_size = group_size
-        self.renderer = renderer
+        self.renderer = renderer_for_row(renderer, problem)
         self.scorer = scorer
         self.tag = problem.tag
         self.problem_index = problem.index
         self.meta = problem.meta
-        prompt = renderer_for_row(renderer, problem).build_generation_prompt(problem.messages)
+        prompt = self.renderer.build_generation_prompt(problem.messages)
         self.prompt = prompt.with_arrays()
         self.prompt_text = last_user_text(problem.messages)
-        self.stop = renderer.get_stop_sequences()
+        self.stop = self.renderer.get_stop_sequences()
         answer = problem.meta.get("answer", problem.meta.get("expected_answer"))
         self.expected = {} if answer is None else {"answer": str(answer)}
         self.scored = make_scored_problem(problem, None if scorer is None else scorer.reward)
         self.rank_scores = rank_scores
-        # pickled once for all answers; None: rank 0 scores them
-        self.scoring = None if rank_scores is None else rank_scores.make_task(self.scored)
+        # Pickled once for all answers; None: rank 0 scores them. The ranks' renderer does not know
+        # the tools of a row, by which calls are parsed.
+        self.scoring = (
+            None if rank_scores is None or problem.tools else rank_scores.make_task(self.scored)
+        )
 
     def make_envs(self) -> list[ProblemEnv]:
         """Return an environment for each member."""

@@ -69,8 +69,9 @@ class OpenEnv(Environment):
         """Send an action and return the observation."""
         text = str(answer["content"])
         action: Any = {self.action: text}
+        metrics = {}
         if self.action == "json":
-            reason = ""
+            metrics, reason = {"malformed_action": 0.0}, ""
             try:
                 action = json.loads(text)
             except ValueError as error:
@@ -85,6 +86,7 @@ class OpenEnv(Environment):
             text_shown or "(nothing)",
             float(result.reward or 0.0),
             done,
+            metrics=metrics,
             logs={"observation": result.observation} if done else {},
         )
 

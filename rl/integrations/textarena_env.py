@@ -87,6 +87,11 @@ class TextArena(Environment):
 
     acting_player = 0
 
+    @property
+    def models(self) -> list[str]:
+        """Return the player of the other seats, unless it is the policy or random."""
+        return [] if self.others in ("policy", "random") else [self.others]
+
     def start(self) -> TurnResult:
         """Reset the game and return the first observation of the policy."""
         self.wrapped_env = self.arena.make(self.game, **parse_json_options(self.config, "config"))

@@ -183,21 +183,6 @@ def get_sampling_params(
     return params
 
 
-def fill_overflow_metric(episodes: Sequence[EpisodeState]) -> None:
-    """Set the metric context_overflow to 0 in all other episodes if any episode overflowed the
-    context. The mean of the metric is then the share of overflows.
-    """
-    last = [
-        turn
-        for e in episodes
-        for seat in range(len(e.env.players))
-        if (turn := e.last_turn_of(seat)) is not None
-    ]
-    if any("context_overflow" in turn.metrics for turn in last):
-        for turn in last:
-            turn.metrics = {"context_overflow": 0.0, **turn.metrics}
-
-
 def record_step(
     episode: EpisodeState,
     builder: EnvGroupBuilder,
