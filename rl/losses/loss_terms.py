@@ -127,9 +127,7 @@ def estimate_kl(
         case "k3_pathwise":
             capped_T = (-gap_T).clamp(max=_MAX_PATHWISE_EXPONENT)
             beyond_T = (-gap_T).clamp(min=_MAX_PATHWISE_EXPONENT) - _MAX_PATHWISE_EXPONENT
-            value_T = (
-                torch.expm1(capped_T) + math.exp(_MAX_PATHWISE_EXPONENT) * beyond_T + gap_T
-            )
+            value_T = torch.expm1(capped_T) + math.exp(_MAX_PATHWISE_EXPONENT) * beyond_T + gap_T
         case _:
             raise ValueError(f"unknown kl_kind {kind!r}: expected {', '.join(KL_KINDS)}")
     if kind == "k3_pathwise":
