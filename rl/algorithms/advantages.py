@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.rollout import has_signal
+from rl.rollout import Metrics, has_signal
 from rl.types import Datum
 
 
@@ -96,7 +96,7 @@ class PerProblemBaseline:
 
     def __init__(self, decay: float = 0.5):
         self.decay = decay
-        self.values: dict[str, float] = {}
+        self.values: Metrics = {}
         self.overall = RunningMeanBaseline()
 
     def __call__(
@@ -241,7 +241,7 @@ def compute_logprob_gaps(
 
 def compute_kl_metrics(
     datums: Sequence[Datum], gaps_D: Sequence[np.ndarray], name: str = "optim/kl_ref"
-) -> dict[str, float]:
+) -> Metrics:
     """Return two estimates of the KL from the sampling policy, means over actions: `<name>_k1` of
     g, `<name>_k3` of e^-g - 1 + g.
 
@@ -273,7 +273,7 @@ def apply_kl_penalty(
     ref_logprobs: Sequence[np.ndarray],
     coefficient: float,
     discount: float = 0.0,
-) -> tuple[list[Datum], dict[str, float]]:
+) -> tuple[list[Datum], Metrics]:
     """Return the datums with `coefficient` (mean c - c_t) added to the advantage of each action,
     and metrics of the KL.
 

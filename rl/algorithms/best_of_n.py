@@ -20,7 +20,7 @@ from rl.config import (
     check_comparison_groups,
     check_ranges,
 )
-from rl.rollout import TrajectoryGroup, mean, trajectory_to_datums
+from rl.rollout import Metrics, TrajectoryGroup, mean, trajectory_to_datums
 from rl.types import Datum
 
 
@@ -77,7 +77,7 @@ class BestOfN(OnlineMethod):
         self._behavior_datums: list[
             Datum
         ] = []  # the batch's kept answers with the behavior logprobs
-        self._metrics: dict[str, float] = {}
+        self._metrics: Metrics = {}
 
     def compute_advantages(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
         """Return the kept answers as datums. If no answer is kept, return an answer of the first
@@ -106,9 +106,7 @@ class BestOfN(OnlineMethod):
             for datum in datums
         ]
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass over the kept answers."""
         settings = self.settings
         config = {"temperature": settings.sampling.temperature}

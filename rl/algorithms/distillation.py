@@ -44,7 +44,7 @@ from rl.config import (
 from rl.errors import UserError
 from rl.judges import FrozenScorer
 from rl.renderers import renderer_for_row
-from rl.rollout import TrajectoryGroup, supervised_datum
+from rl.rollout import Metrics, TrajectoryGroup, supervised_datum
 from rl.seed import derive_seed
 from rl.types import Datum, ModelInput, Problem, SamplingParams
 
@@ -184,7 +184,7 @@ class Distillation(Method):
         self.online = self.options.learn_from == "student"
         self.reads = ("response",) if self.options.learn_from == "data" else ()
         self.group_size = self.options.group_size
-        self._metrics: dict[str, float] = {}
+        self._metrics: Metrics = {}
 
     def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Load the teachers by data set, each with the student's vocabulary. A teacher that is
@@ -324,9 +324,7 @@ class Distillation(Method):
 
     # ----------------------------------------------------------------------------------------- both
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass. On-policy: importance sampling, the mean over tokens.
         Off-policy: the mixture, as `optim/loss`, `optim/kl`, `optim/ce`.
         """

@@ -37,6 +37,7 @@ from rl.config import (
     require,
 )
 from rl.judges import restore_full_input
+from rl.rollout import Metrics
 from rl.types import Datum, Problem
 
 _SCORING_BATCH_SIZE = 512  # datums scored per call when the reference is precomputed
@@ -105,9 +106,7 @@ class PreferenceMethod(Method):
             return {}
         return {"reference": factory.reference(self.settings.preference.reference_model)}
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass over the pairs. `optim/loss` and `rewards/...` are
         means over pairs, measured before each update.
         """
@@ -116,7 +115,7 @@ class PreferenceMethod(Method):
         )
         return metrics | self._extra_metrics(totals)
 
-    def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
+    def _extra_metrics(self, totals: UpdateSums) -> Metrics:
         """Return further metrics."""
         return {}
 
@@ -124,7 +123,7 @@ class PreferenceMethod(Method):
         """Return the name of the loss."""
         return self.settings.preference.loss
 
-    def _config(self) -> dict[str, float]:
+    def _config(self) -> Metrics:
         """Return the config of the loss."""
         from rl.losses import get_loss  # imports torch, which settings and --help avoid
 
@@ -199,12 +198,12 @@ class DPO(PreferenceMethod, RowEvaluator):
             )
         return logprobs
 
-    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
         """Return the means of `compute_pair_metrics` on held-out pairs, named `test/loss`,
         `test/rewards/...` and `test/logps/...`.
         """
 
-        def compute_means(members: Sequence[Problem]) -> dict[str, float]:
+        def compute_means(members: Sequence[Problem]) -> Metrics:
             pairs = self.build_datums(members, renderer, models, 0)
             return compute_pair_metrics(
                 models.policy.forward(pairs, self._loss(), self._config()).result().metrics

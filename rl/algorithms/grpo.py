@@ -41,7 +41,7 @@ from rl.config import (
     unflatten_settings,
 )
 from rl.errors import UserError
-from rl.rollout import TrajectoryGroup, record_advantages, trajectory_to_datums
+from rl.rollout import Metrics, TrajectoryGroup, record_advantages, trajectory_to_datums
 from rl.types import Datum
 
 # Flat settings of each variant; settings of the command line or a recipe override them.
@@ -444,9 +444,7 @@ class GRPO(ReferenceMethod):
             return apply_kl_penalty(datums, ref_D, self.kl.coefficient, discount)[0]
         return add_loss_field(datums, "ref_logprobs", ref_D)
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass over the prepared datums. Then adapt kl_coef."""
         settings, pg = self.settings, self.settings.policy_gradient
         datums, before = self.prepare_datums(datums, models)
@@ -469,7 +467,7 @@ class GRPO(ReferenceMethod):
 
     def prepare_datums(
         self, datums: Sequence[Datum], models: Models
-    ) -> tuple[Sequence[Datum], dict[str, float]]:
+    ) -> tuple[Sequence[Datum], Metrics]:
         """Return (datums as the loss expects them, metrics): corrected and weighted by sequence."""
         settings, pg = self.settings, self.settings.policy_gradient
         if pg.truncated_is is not None:

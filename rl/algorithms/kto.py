@@ -43,6 +43,7 @@ from rl.config import (
 )
 from rl.data import read_label
 from rl.errors import UserError
+from rl.rollout import Metrics
 from rl.types import Datum, Problem
 
 
@@ -154,9 +155,7 @@ class KTO(RowEvaluator):
         labels = np.full(datum.model_input.length, 1.0 if good else -1.0)
         return add_loss_inputs(datum, labels=labels)
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass. `optim/loss`, `rewards/...` and `optim/kl_ref_k1` (z)
         are measured before each update.
         """
@@ -188,12 +187,12 @@ class KTO(RowEvaluator):
             gaps.append(float(gap_T[datum.action_mask].sum()))
         return max(0.0, float(np.mean(gaps)))
 
-    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
         """Return the means of `compute_label_metrics` on held-out answers, named `test/loss` and
         `test/rewards/...`.
         """
 
-        def compute_means(members: Sequence[Problem]) -> dict[str, float]:
+        def compute_means(members: Sequence[Problem]) -> Metrics:
             answers = self.build_datums(members, renderer, models, 0)
             config = self._config(self._estimate_kl(models, self._mismatched))
             return compute_label_metrics(
@@ -202,7 +201,7 @@ class KTO(RowEvaluator):
 
         return evaluate_by_tag(rows, compute_means)
 
-    def _config(self, kl: float) -> dict[str, float]:
+    def _config(self, kl: float) -> Metrics:
         """Return the config of the loss."""
         return {**asdict(self.settings.kto), "kl": kl}
 
@@ -220,7 +219,7 @@ def list_labeled_answers(row: Problem) -> list[tuple[str, bool]]:
     return [(row.response, read_label(row.meta.get("label", True)))]
 
 
-def compute_label_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+def compute_label_metrics(sums: Mapping[str, float]) -> Metrics:
     """Return the loss's sums as means: of good answers (`rewards/chosen`), of bad answers
     (`rejected`), and their difference (`margins`).
     """

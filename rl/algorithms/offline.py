@@ -38,7 +38,7 @@ from rl.config import (
 from rl.data import LengthLimits
 from rl.errors import UserError
 from rl.renderers import renderer_for_row
-from rl.rollout import has_signal, supervised_datum
+from rl.rollout import Metrics, has_signal, supervised_datum
 from rl.types import Datum, Problem, StoredAnswer, experts_from_text
 
 
@@ -335,9 +335,7 @@ class Offline(Method):
         returns[actions[-1]] = reward
         return add_loss_inputs(datum, advantages=returns - values, returns=returns)
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass over the datums. Return `optim/...` metrics.
 
         `optim/kl_behaviour_...` compares the behavior policy with the learner. Online methods call

@@ -22,7 +22,7 @@ from rl.config import (
     check_ranges,
 )
 from rl.errors import UserError
-from rl.rollout import TrajectoryGroup, trajectory_to_datums
+from rl.rollout import Metrics, TrajectoryGroup, trajectory_to_datums
 from rl.types import Datum
 
 
@@ -111,7 +111,7 @@ class OnlineDPO(OnlineMethod, PreferenceMethod):
         }
         return [by_member[member] for pair in pairs for member in pair]
 
-    def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
+    def _extra_metrics(self, totals: UpdateSums) -> Metrics:
         """Return the number of pairs, and compare sampler and learner on each answer once."""
         distinct = {
             id(datum): (self._behavior_datums[id(datum)], output["logprobs"].array)
@@ -125,7 +125,7 @@ class OnlineDPO(OnlineMethod, PreferenceMethod):
             ),
         }
 
-    def _config(self) -> dict[str, float]:
+    def _config(self) -> Metrics:
         return {**super()._config(), "temperature": self.settings.sampling.temperature}
 
 

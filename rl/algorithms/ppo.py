@@ -55,7 +55,13 @@ from rl.config import (
 )
 from rl.errors import UserError
 from rl.judges import restore_full_input
-from rl.rollout import Trajectory, TrajectoryGroup, count_action_tokens, trajectory_to_datums
+from rl.rollout import (
+    Metrics,
+    Trajectory,
+    TrajectoryGroup,
+    count_action_tokens,
+    trajectory_to_datums,
+)
 from rl.seed import derive_seed
 from rl.types import Datum
 
@@ -147,7 +153,7 @@ class PPO(ReferenceMethod):
         self.group_size = settings.ppo.group_size
         self.learns_by_step = True
         self.value_head = settings.ppo.critic_model is None
-        self._value_metrics: dict[str, float] = {}  # of the last batch
+        self._value_metrics: Metrics = {}  # of the last batch
 
     def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Create the reference model and the critic, if the settings request them."""
@@ -218,15 +224,13 @@ class PPO(ReferenceMethod):
 
     # ---------------------------------------------------------------------------------------- learn
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Train epochs of minibatches until the policy is target_kl away from the policy that
         sampled. Then adapt kl_coef.
         """
         settings, options = self.settings, self.settings.ppo
         datums, before = correct_by_settings(models, datums, settings)
-        drift: dict[str, float] = {}
+        drift: Metrics = {}
 
         def should_stop() -> bool:
             after = models.policy.forward(
@@ -321,7 +325,7 @@ class RLHF(PPO):
         return super().required_models(factory)
 
 
-def summarize_epochs(totals: UpdateSums, datums: Sequence[Datum]) -> dict[str, float]:
+def summarize_epochs(totals: UpdateSums, datums: Sequence[Datum]) -> Metrics:
     """Return the metrics of all updates on `datums`: means over the tokens of every epoch."""
     sums = {name.removeprefix("critic_"): value for name, value in totals.sums.items()}
     sums["loss:sum"] = totals.sums["loss:sum"]  # the policy's
@@ -428,7 +432,7 @@ def _is_cut_off(trajectory: Trajectory) -> bool:
     return last.truncated or last.ac.stop_reason == "length"
 
 
-def _compute_value_metrics(datums: Sequence[Datum]) -> dict[str, float]:
+def _compute_value_metrics(datums: Sequence[Datum]) -> Metrics:
     """Return value metrics. Explained variance is 1 - var(R - V) / var(R): 1 if the old values
     predict the returns perfectly, 0 if no better than their mean.
     """

@@ -34,7 +34,7 @@ from rl.judges import (
     swap_answers,
 )
 from rl.renderers import renderer_for_row
-from rl.rollout import compute_calibration_error, supervised_datum
+from rl.rollout import Metrics, compute_calibration_error, supervised_datum
 from rl.types import Datum, ModelInput, Problem
 
 
@@ -119,9 +119,7 @@ class RewardModelTraining(RowEvaluator):
             )
         )
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the model in a single pass. `optim/loss` is a mean over pairs (scalar) or over the
         tokens of the verdict (comparison).
         """
@@ -142,7 +140,7 @@ class RewardModelTraining(RowEvaluator):
         )
         return metrics
 
-    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
         """Return metrics on held-out pairs: `test/loss` (-log P of the preference), accuracy,
         margin and calibration error of P.
         """
@@ -220,7 +218,7 @@ def _make_comparison(row: Problem) -> AnswerComparison:
     return AnswerComparison(row.messages, *get_pair(row))
 
 
-def compute_preference_metrics(margins: np.ndarray) -> dict[str, float]:
+def compute_preference_metrics(margins: np.ndarray) -> Metrics:
     """Return metrics of the log odds [P] that the model gives to the preferred answers: loss,
     margin, accuracy (a tie is half) and calibration error.
     """

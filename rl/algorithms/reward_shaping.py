@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl.config import ShapingSettings
-from rl.rollout import TrajectoryGroup, mean
+from rl.rollout import Metrics, TrajectoryGroup, mean
 
 
 @dataclass
@@ -68,7 +68,7 @@ class RewardShaper:
         self.settings = settings
         self.max_tokens = max_tokens
         self.statistics = RunningStatistics()
-        self.metrics: dict[str, float] = {}
+        self.metrics: Metrics = {}
 
     def shape_totals(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
         """Return the shaped total rewards [P][G]."""

@@ -16,7 +16,7 @@ from rl.algorithms.update import train_single_pass
 from rl.config import AnswerDataSettings, check_ranges
 from rl.data import ProblemSet
 from rl.renderers import TrainOn, renderer_for_row
-from rl.rollout import supervised_datum
+from rl.rollout import Metrics, supervised_datum
 from rl.types import Datum, Problem
 
 LOSS_METRIC = "test/loss"
@@ -70,9 +70,7 @@ class SFT(RowEvaluator):
         """Return the datum of a row, cut to the data settings' limit."""
         return truncate_datum(self.settings.data, make_response_datum(row, renderer, self.train_on))
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass. `optim/loss` is the mean negative logprob of a
         trained token.
         """
@@ -86,13 +84,13 @@ class SFT(RowEvaluator):
             config={},
         )
 
-    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
         """Return `test/loss` (nats per token) and `test/token_accuracy` (share of tokens that are
         the most likely at their position), also of each data set.
         """
         return evaluate_by_tag(rows, lambda members: self._evaluate(members, renderer, models))
 
-    def _evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+    def _evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
         """Return the metrics of the rows that have a response; {} if none has."""
         rows = [row for row in rows if row.response is not None]
         if not rows:  # held-out problems for sampling may have no response

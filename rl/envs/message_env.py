@@ -25,7 +25,7 @@ from rl.envs.step_validation import (
 )
 from rl.envs.tools import ToolCall
 from rl.renderers import Renderer, format_with_calls
-from rl.rollout import Env, EnvCall, EnvGroupBuilder, EnvThread, EpisodeFailed, StepResult
+from rl.rollout import Env, EnvCall, EnvGroupBuilder, EnvThread, EpisodeFailed, Metrics, StepResult
 from rl.seed import derive_seed
 from rl.types import Message, ModelInput, Problem, SampledSequence
 
@@ -322,7 +322,7 @@ class MessageEnv(Env):
         }
         return result
 
-    def _episode_metrics(self, truncated: bool) -> dict[str, float]:
+    def _episode_metrics(self, truncated: bool) -> Metrics:
         """Return the metrics of the complete episode."""
         metrics = {"truncated": float(truncated)}
         if self.tools:

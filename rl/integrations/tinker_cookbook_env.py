@@ -26,6 +26,7 @@ from rl.rollout import (
     EnvThread,
     EpisodeFailed,
     EventLoopThread,
+    Metrics,
     StepResult,
     Trajectory,
 )
@@ -108,7 +109,7 @@ class TinkerGroup(EnvGroupBuilder):
 
     def compute_group_rewards(
         self, trajectories_G: Sequence[Trajectory]
-    ) -> list[tuple[float, dict[str, float]]]:
+    ) -> list[tuple[float, Metrics]]:
         """Return the builder's group rewards for the trained episodes, then clean up. Raises
         EpisodeFailed if the rewards are invalid.
         """
@@ -325,7 +326,7 @@ def _finite_number(value: Any) -> float:
     return number
 
 
-def _finite_numbers(values: Any) -> dict[str, float]:
+def _finite_numbers(values: Any) -> Metrics:
     """Return a dict of finite floats by name."""
     return {str(key): _finite_number(value) for key, value in dict(values).items()}
 

@@ -27,7 +27,7 @@ from rl.judges.reward_scores import (
 )
 from rl.renderers import ConversationRenderer, Renderer
 from rl.rewards import Score
-from rl.rollout import RolloutBatch, TrajectoryGroup, Transition
+from rl.rollout import Metrics, RolloutBatch, TrajectoryGroup, Transition
 from rl.types import Message, ModelInput
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class LearnedRewards:
     other_weight: float
     seconds: float = 0.0
 
-    def take_seconds(self) -> dict[str, float]:
+    def take_seconds(self) -> Metrics:
         """Return the seconds spent on judging since the last call."""
         taken, self.seconds = {"learned": self.seconds}, 0.0
         return taken

@@ -15,6 +15,7 @@ from rl.rollout.rollout_types import (
     Env,
     EnvGroupBuilder,
     EpisodeFailed,
+    Metrics,
     StepResult,
     Stop,
     Trajectory,
@@ -229,7 +230,7 @@ def record_step(
 
 def resolve_reward(
     result: StepResult, episode: EpisodeState, builder: EnvGroupBuilder
-) -> tuple[float, dict[str, float], str | None]:
+) -> tuple[float, Metrics, str | None]:
     """Return (reward, metrics, error) of a step; wait for the score if it is pending."""
     score = result.reward.result() if isinstance(result.reward, PendingScore) else result.reward
     if not isinstance(score, Score):
@@ -262,7 +263,7 @@ def _to_finite(value: Any) -> float | None:
 
 def _compute_group_rewards(
     builder: EnvGroupBuilder, trajectories: Sequence[Trajectory]
-) -> list[tuple[float, dict[str, float]]]:
+) -> list[tuple[float, Metrics]]:
     """Return the group reward and the metrics of each trajectory. Raises EpisodeFailed if the
     builder returns anything else.
     """

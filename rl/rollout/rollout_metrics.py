@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from rl.rewards import hash_beginning
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, has_signal, list_turns
+from rl.rollout.rollout_types import Metrics, Trajectory, TrajectoryGroup, has_signal, list_turns
 from rl.types import Datum
 
 
-def compute_sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+def compute_sample_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
     """Return metrics of the training samples: the number of groups, and the share of distinct
     answer prefixes (50 characters).
     """
@@ -68,9 +68,7 @@ def mean(values: Iterable[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def compute_group_metrics(
-    groups: Sequence[TrajectoryGroup], prefix: str = "env"
-) -> dict[str, float]:
+def compute_group_metrics(groups: Sequence[TrajectoryGroup], prefix: str = "env") -> Metrics:
     """Return `<prefix>/all/...` over all groups and, if there are several data sets,
     `<prefix>/<tag>/...` for each data set; the data set named "all" is `<prefix>/all-rows/...`.
 
@@ -94,7 +92,7 @@ def compute_group_metrics(
 
 def _compute_prefixed_metrics(
     groups: Sequence[TrajectoryGroup], name: str, last_turn_defaults: Mapping[str, float]
-) -> dict[str, float]:
+) -> Metrics:
     """Return the metrics of the groups with the prefix `name`. Groups are mixed by their rewards,
     otherwise all good (equal and above 0) or all bad (equal, 0 or below). `last_turn_defaults`:
     metrics that the last turn of each episode has, with this value unless it has another.
