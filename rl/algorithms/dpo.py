@@ -111,7 +111,7 @@ class PreferenceMethod(Method):
         means over pairs, measured before each update.
         """
         metrics, totals = train_pairs(
-            models, datums, self.settings, progress, loss=self._loss(), config=self._config()
+            models, datums, self.settings, progress, loss=self._loss, config=self._config()
         )
         return metrics | self._extra_metrics(totals)
 
@@ -119,6 +119,7 @@ class PreferenceMethod(Method):
         """Return further metrics."""
         return {}
 
+    @property
     def _loss(self) -> str:
         """Return the name of the loss."""
         return self.settings.preference.loss
@@ -173,7 +174,7 @@ class DPO(PreferenceMethod, RowEvaluator):
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
         """Return two datums per row, the preferred answer's first, with the reference logprobs of
-        their tokens.
+        their tokens. Raises ValueError if they were to be precomputed, and were not.
         """
         pairs = [
             datum for row in rows for datum in make_pair_datums(row, renderer, self.settings.data)
@@ -181,22 +182,15 @@ class DPO(PreferenceMethod, RowEvaluator):
         if not self.uses_reference:
             return pairs
         if self.settings.preference.precompute_reference:
-            scored = [self._get_precomputed(datum) for datum in pairs]
+            if any(_make_datum_key(datum) not in self._reference_logprobs for datum in pairs):
+                raise ValueError(
+                    "a training row was not scored before the first step: leave out "
+                    "precompute_reference"
+                )
+            scored = [self._reference_logprobs[_make_datum_key(datum)] for datum in pairs]
         else:
             scored = models.reference.logprobs(pairs)
         return add_loss_field(pairs, "ref_logprobs", scored)
-
-    def _get_precomputed(self, datum: Datum) -> np.ndarray:
-        """Return the precomputed reference logprobs of a datum. Raises ValueError if the datum was
-        not scored.
-        """
-        logprobs = self._reference_logprobs.get(_make_datum_key(datum))
-        if logprobs is None:
-            raise ValueError(
-                "a training row was not scored before the first step: leave out "
-                "precompute_reference"
-            )
-        return logprobs
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
         """Return the means of `compute_pair_metrics` on held-out pairs, named `test/loss`,
@@ -206,7 +200,7 @@ class DPO(PreferenceMethod, RowEvaluator):
         def compute_means(members: Sequence[Problem]) -> Metrics:
             pairs = self.build_datums(members, renderer, models, 0)
             return compute_pair_metrics(
-                models.policy.forward(pairs, self._loss(), self._config()).result().metrics
+                models.policy.forward(pairs, self._loss, self._config()).result().metrics
             )
 
         return evaluate_by_tag(rows, compute_means)

@@ -185,8 +185,11 @@ class PPO(ReferenceMethod):
                 [next(charges_D) for _ in episode.parts]
             )
             values = episode.gather_actions(values_parts)
-            bootstraps = options.truncated == "bootstrap" and _is_cut_off(episode.trajectory)
-            bootstrap = float(values_parts[episode.last_part][-1]) if bootstraps else 0.0
+            last, bootstrap = episode.trajectory.transitions[-1], 0.0
+            # by max_tokens, or by the environment's limit
+            cut_off = last.truncated or last.ac.stop_reason == "length"
+            if cut_off and options.truncated == "bootstrap":
+                bootstrap = float(values_parts[episode.last_part][-1])
             advantages = compute_gae(
                 rewards, values, gamma=options.gamma, lam=options.gae_lambda, bootstrap=bootstrap
             )
@@ -194,8 +197,11 @@ class PPO(ReferenceMethod):
             columns_I.append(
                 {"advantages": advantages, "returns": advantages + values, "values_old": values}
             )
-        if options.normalise_advantages:
-            _normalize_advantages(columns_I)
+        if options.normalise_advantages:  # over all actions of the batch
+            everything = np.concatenate([columns["advantages"] for columns in columns_I])
+            mean, std = everything.mean(), everything.std()
+            for columns in columns_I:
+                columns["advantages"] = (columns["advantages"] - mean) / (std + 1e-8)
         credited = [
             datum
             for episode, columns in zip(episodes, columns_I, strict=True)
@@ -424,14 +430,6 @@ def _compute_values(critic: TrainingClient, datums: Sequence[Datum]) -> list[np.
     ).result()
 
 
-def _is_cut_off(trajectory: Trajectory) -> bool:
-    """Return whether the trajectory was cut off: its last answer by max_tokens, or the episode by
-    the environment's limit.
-    """
-    last = trajectory.transitions[-1]
-    return last.truncated or last.ac.stop_reason == "length"
-
-
 def _compute_value_metrics(datums: Sequence[Datum]) -> Metrics:
     """Return value metrics. Explained variance is 1 - var(R - V) / var(R): 1 if the old values
     predict the returns perfectly, 0 if no better than their mean.
@@ -447,14 +445,6 @@ def _compute_value_metrics(datums: Sequence[Datum]) -> Metrics:
         "optim/return": float(returns.mean()),
         "optim/explained_variance": explained,
     }
-
-
-def _normalize_advantages(columns_I: Sequence[dict[str, np.ndarray]]) -> None:
-    """Scale the advantages of all episodes to mean 0 and std 1 over all actions, in place."""
-    everything = np.concatenate([columns["advantages"] for columns in columns_I])
-    mean, std = everything.mean(), everything.std()
-    for columns in columns_I:
-        columns["advantages"] = (columns["advantages"] - mean) / (std + 1e-8)
 
 
 def _split_minibatches(
