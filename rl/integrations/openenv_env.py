@@ -106,14 +106,10 @@ class OpenEnv(Environment):
             return "\n".join(
                 v if isinstance(v, str) else json.dumps(v, default=str) for v in values
             )
-        texts = [
-            value for value in observation.values() if isinstance(value, str) and value.strip()
-        ]
-        return (
-            "\n".join(texts)
-            if texts
-            else (json.dumps(dict(observation), default=str) if observation else "")
-        )
+        texts = [v for v in observation.values() if isinstance(v, str) and v.strip()]
+        if observation and not texts:
+            return json.dumps(dict(observation), default=str)
+        return "\n".join(texts)
 
     def close(self) -> None:
         """Close the connection, if it was opened."""

@@ -6,6 +6,7 @@ shifted).
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
@@ -261,11 +262,8 @@ class Renderer(ABC):
         """Return (the tokens before the first token that ends a sample, whether such a token
         exists).
         """
-        end = next(
-            (position for position, token in enumerate(tokens) if token in self.end_tokens),
-            len(tokens),
-        )
-        return list(tokens[:end]), end < len(tokens)
+        before = list(itertools.takewhile(lambda token: token not in self.end_tokens, tokens))
+        return before, len(before) < len(tokens)
 
     def encode_in_pieces(self, text: str, cuts: Sequence[int]) -> list[list[int]]:
         """Return the tokens of `text`, split at the character positions `cuts` (ascending).
@@ -302,10 +300,8 @@ def build_weighted_example(
 ) -> tuple[ModelInput, np.ndarray]:
     """Join pieces of (tokens, weight) into a supervised example."""
     tokens = [token for piece, _ in pieces for token in piece]
-    weights = np.concatenate(
-        [np.full(len(piece), weight, dtype=np.float32) for piece, weight in pieces]
-    )
-    return ModelInput.from_ints(tokens), weights
+    weights = [weight for piece, weight in pieces for _ in piece]
+    return ModelInput.from_ints(tokens), np.array(weights, dtype=np.float32)
 
 
 def find_trained_messages(messages: Messages, train_on: TrainOn) -> list[int]:
@@ -375,17 +371,13 @@ def normalize_messages(messages: Messages, *, allow_images: bool = False) -> lis
                 f"{where} is not {{'role': ..., 'content': ...}}: {str(message)[:60]!r}"
             )
         content = message.get("content")
-        if content is None and message.get("tool_calls"):
-            content = ""
         if allow_images and has_images([message]):
-            normalized.append(
-                {
-                    **message,
-                    "content": split_image_parts(message["content"], message["role"], where),
-                }
-            )
-            continue
-        normalized.append({**message, "content": get_content_text(content, where)})
+            content = split_image_parts(content, message["role"], where)
+        elif content is None and message.get("tool_calls"):
+            content = ""
+        else:
+            content = get_content_text(content, where)
+        normalized.append({**message, "content": content})
     return normalized
 
 

@@ -41,9 +41,10 @@ class _TextRenderer(Renderer):
     calls are written in the format of Qwen's templates.
     """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), tools: Tools = ()):
+    tools: Tools = ()
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()):
         super().__init__(tokenizer, eos_token_ids)
-        self.tools = list(tools)
         self._begin = get_begin_tokens(tokenizer)
 
     def with_tools(self, tools: Tools) -> Renderer:
@@ -75,8 +76,8 @@ class PlainRenderer(_TextRenderer):
     described to the model, which must learn them in training.
     """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), tools: Tools = ()):
-        super().__init__(tokenizer, eos_token_ids, tools)
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()):
+        super().__init__(tokenizer, eos_token_ids)
         if tokenizer.eos_token_id is None:
             raise UserError(
                 "the renderer 'plain' ends a response with EOS, which the tokenizer lacks: set its "
@@ -134,16 +135,8 @@ class RoleColonRenderer(_TextRenderer):
     """
 
     def build_generation_prompt(self, messages: Messages) -> ModelInput:
-        return ModelInput.from_ints(
-            [
-                *self._begin,
-                *self._encode(
-                    self._render_tools()
-                    + self._render_text(normalize_messages(messages))
-                    + "Assistant:"
-                ),
-            ]
-        )
+        text = self._render_tools() + self._render_text(normalize_messages(messages)) + "Assistant:"
+        return ModelInput.from_ints([*self._begin, *self._encode(text)])
 
     def extend_prompt(
         self,
@@ -190,15 +183,9 @@ class RoleColonRenderer(_TextRenderer):
         text = self._render_tools() + self._render_text(messages) + "User:"
         cuts: list[int] = []
         for index in find_trained_messages(messages, train_on):
-            begin = len(self._render_tools() + self._render_text(messages[:index])) + len(
-                "Assistant:"
-            )
-            end = (
-                begin
-                + len(" ")
-                + len(self.escaper.escape(self._get_text(messages[index])))
-                + len(_SEPARATOR)
-            )
+            before = self._render_tools() + self._render_text(messages[:index]) + "Assistant:"
+            answer = self.escaper.escape(self._get_text(messages[index]))
+            begin, end = len(before), len(f"{before} {answer}{_SEPARATOR}")
             # if another role than the user follows, only the empty line is trained
             cuts += [begin, end + len("User:") if text.startswith("User:", end) else end]
         pieces = self.encode_in_pieces(text, cuts)
