@@ -58,22 +58,18 @@ def make_comparison(first: Sequence[Message], second: Sequence[Message]) -> Answ
     while shared < min(len(first), len(second)) - 1 and first[shared] == second[shared]:
         shared += 1
     rests = [normalize_messages(list(messages[shared:])) for messages in (first, second)]
-    single = max(map(len, rests)) == 1
-    answers = [str(rest[0]["content"]) if single else _join_messages(rest) for rest in rests]
-    return AnswerComparison(list(first[:shared]), *answers)
+    if max(map(len, rests)) == 1:
+        answers = [str(rest[0]["content"]) for rest in rests]
+    else:
+        answers = ["\n\n".join(_format_message(message) for message in rest) for rest in rests]
+    return AnswerComparison(list(first[:shared]), answers[0], answers[1])
 
 
-def _join_messages(messages: Sequence[Message], *, thoughts: bool = False) -> str:
-    """Return each message as text with its role, those of the assistant without thoughts unless
-    `thoughts`.
-    """
-    texts = []
-    for message in messages:
-        text, role = str(message["content"]), message["role"]
-        if role == "assistant" and not thoughts:
-            text = split_thoughts(text)[0].strip()
-        texts.append(f"{_ROLE_NAMES.get(role, role)}: {text}")
-    return "\n\n".join(texts)
+def _format_message(message: Message) -> str:
+    """Return a message as text with its role, without thoughts."""
+    content = str(message["content"])
+    text = split_thoughts(content)[0].strip() if message["role"] == "assistant" else content
+    return f"{_ROLE_NAMES.get(message['role'], message['role'])}: {text}"
 
 
 def swap_answers(comparison: AnswerComparison) -> AnswerComparison:
@@ -106,7 +102,7 @@ def format_conversation(messages: Sequence[Message]) -> str:
     messages = normalize_messages(messages)
     if len(messages) == 1:
         return str(messages[0]["content"])
-    return _join_messages(messages, thoughts=True)
+    return "\n\n".join(f"{_ROLE_NAMES.get(m['role'], m['role'])}: {m['content']}" for m in messages)
 
 
 def make_verdict_examples(
