@@ -74,9 +74,8 @@ class BestOfN(OnlineMethod):
     def __init__(self, settings: BestOfNSettings):
         super().__init__(settings)
         self.group_size = settings.selection.group_size
-        self._behavior_datums: list[
-            Datum
-        ] = []  # the batch's kept answers with the behavior logprobs
+        # the batch's kept answers with the behavior logprobs
+        self._behavior_datums: list[Datum] = []
         self._metrics: Metrics = {}
 
     def compute_advantages(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
@@ -108,15 +107,13 @@ class BestOfN(OnlineMethod):
 
     def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass over the kept answers."""
-        settings = self.settings
-        config = {"temperature": settings.sampling.temperature}
         metrics = train_single_pass(
             models,
             datums,
-            settings,
+            self.settings,
             progress,
             loss="cross_entropy",
-            config=config,
+            config={"temperature": self.settings.sampling.temperature},
             behavior_datums=self._behavior_datums,
         )
         self._behavior_datums = []

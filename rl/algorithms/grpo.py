@@ -174,9 +174,7 @@ class PolicyGradientSettings:
                 "Set group_size to 2 or more, or advantage to running_mean"
             )
         for name in COEFFICIENT_KEYS:
-            *others, last = [
-                key for key, loss in POLICY_LOSSES.items() if name in loss.coefficients
-            ]
+            *others, last = [k for k, loss in POLICY_LOSSES.items() if name in loss.coefficients]
             require(
                 self,
                 (name,),
@@ -249,15 +247,12 @@ class GrpoSettings(OnlineSettings):
         """Return whether ratios are taken against the proximal policy interpolated by the age of
         tokens; by default if the loss says so and tokens may be off-policy.
         """
-        options, uncorrected = (
-            self.correction,
-            self.policy_gradient.truncated_is is None and self.correction.correction == "none",
-        )
-        loss = POLICY_LOSSES.get(self.policy_gradient.loss, PolicyLoss())
-        off_policy = self.flow.max_steps_off_policy > 0 and loss.interpolates_proximal
-        return options.proximal == "interpolated" or (
-            options.proximal is None and uncorrected and off_policy
-        )
+        options, pg = self.correction, self.policy_gradient
+        if options.proximal is not None:
+            return options.proximal == "interpolated"
+        uncorrected = pg.truncated_is is None and options.correction == "none"
+        loss = POLICY_LOSSES.get(pg.loss, PolicyLoss())
+        return self.flow.max_steps_off_policy > 0 and uncorrected and loss.interpolates_proximal
 
 
 def check_flow_settings(settings: GrpoSettings) -> None:
@@ -492,10 +487,7 @@ class GRPO(ReferenceMethod):
         return config | self.kl_config
 
     def state(self) -> dict[str, Any]:
-        return {
-            **super().state(),
-            **{key: memory.state() for key, memory in self._baselines.items()},
-        }
+        return super().state() | {key: m.state() for key, m in self._baselines.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)

@@ -104,9 +104,8 @@ class KTO(RowEvaluator):
 
     def __init__(self, settings: KtoSettings):
         super().__init__(settings)
-        self._mismatched: list[
-            Datum
-        ] = []  # prompts of the batch, each with an answer of the next row
+        # prompts of the batch, each with an answer of the next row
+        self._mismatched: list[Datum] = []
         self._row_indices: list[int] = []  # the row of each answer of the batch
 
     def longest(self, row: Problem, renderer: Any) -> int:
@@ -177,14 +176,12 @@ class KTO(RowEvaluator):
         """Return z: the mean over mismatched prompts and answers of the sum of lp - ref, at least
         0.
         """
-        outputs = (
-            models.policy.forward(mismatched, "kto", self._config(0.0)).result().loss_fn_outputs
-        )
+        result = models.policy.forward(mismatched, "kto", self._config(0.0)).result()
         gaps = []
-        for datum, output in zip(mismatched, outputs, strict=True):
+        for datum, output in zip(mismatched, result.loss_fn_outputs, strict=True):
             ref_T = datum.loss_fn_inputs["ref_logprobs"].array
             gap_T = output["logprobs"].array.astype(np.float64) - ref_T
-            gaps.append(float(gap_T[datum.action_mask].sum()))
+            gaps.append(gap_T[datum.action_mask].sum())
         return max(0.0, float(np.mean(gaps)))
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
@@ -195,9 +192,8 @@ class KTO(RowEvaluator):
         def compute_means(members: Sequence[Problem]) -> Metrics:
             answers = self.build_datums(members, renderer, models, 0)
             config = self._config(self._estimate_kl(models, self._mismatched))
-            return compute_label_metrics(
-                models.policy.forward(answers, "kto", config).result().metrics
-            )
+            result = models.policy.forward(answers, "kto", config).result()
+            return compute_label_metrics(result.metrics)
 
         return evaluate_by_tag(rows, compute_means)
 
@@ -223,14 +219,12 @@ def compute_label_metrics(sums: Mapping[str, float]) -> Metrics:
     """Return the loss's sums as means: of good answers (`rewards/chosen`), of bad answers
     (`rejected`), and their difference (`margins`).
     """
-    answers, good = max(1.0, sums["answers:sum"]), sums["good:sum"]
-    chosen, rejected = (
-        sums["good_rewards:sum"] / max(1.0, good),
-        sums["bad_rewards:sum"] / max(1.0, sums["answers:sum"] - good),
-    )
-    means = {
-        "loss": sums["loss:sum"] / answers,
+    answers, good = sums["answers:sum"], sums["good:sum"]
+    chosen = sums["good_rewards:sum"] / max(1.0, good)
+    rejected = sums["bad_rewards:sum"] / max(1.0, answers - good)
+    return {
+        "loss": sums["loss:sum"] / max(1.0, answers),
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
     }
-    return {**means, "rewards/margins": chosen - rejected}

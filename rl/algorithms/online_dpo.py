@@ -93,11 +93,9 @@ class OnlineDPO(OnlineMethod, PreferenceMethod):
         pairs = pairs or [((0, 0), (0, 0))]
         members = sorted({member for pair in pairs for member in pair})
         sampled = [_make_datum(groups[p], i) for p, i in members]
+        fields = ("target_tokens", "mask")
         stripped = [
-            datum.with_inputs(
-                {name: datum.loss_fn_inputs[name] for name in ("target_tokens", "mask")}
-            )
-            for datum in sampled
+            d.with_inputs({name: d.loss_fn_inputs[name] for name in fields}) for d in sampled
         ]
         if not self.settings.preference.reference_free:
             scored = models.reference.logprobs(stripped, self.settings.sampling.temperature)
@@ -106,9 +104,7 @@ class OnlineDPO(OnlineMethod, PreferenceMethod):
             zeros = [np.zeros(datum.model_input.length) for datum in stripped]
             stripped = add_loss_field(stripped, "mask", zeros)
         by_member = dict(zip(members, stripped, strict=True))
-        self._behavior_datums = {
-            id(pair_datum): full for pair_datum, full in zip(stripped, sampled, strict=True)
-        }
+        self._behavior_datums = dict(zip(map(id, stripped), sampled, strict=True))
         return [by_member[member] for pair in pairs for member in pair]
 
     def _extra_metrics(self, totals: UpdateSums) -> Metrics:

@@ -110,14 +110,10 @@ class RewardModelTraining(RowEvaluator):
         """Return, for comparison, the length of the prompt that shows both answers with the longest
         verdict; for scalar 0.
         """
-        return (
-            0
-            if self.scalar
-            else max(
-                example.length
-                for example, _ in make_verdict_examples(_make_comparison(row), renderer)
-            )
-        )
+        if self.scalar:
+            return 0
+        examples = make_verdict_examples(_make_comparison(row), renderer)
+        return max(example.length for example, _ in examples)
 
     def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the model in a single pass. `optim/loss` is a mean over pairs (scalar) or over the
@@ -153,20 +149,18 @@ class RewardModelTraining(RowEvaluator):
                 **compute_preference_metrics(scores[0::2] - scores[1::2]),
             }
         sampler = models.policy.save_weights_and_get_sampling_client()
-        verdicts = ComparisonModel(sampler, renderer).compare(
-            [_make_comparison(row) for row in rows]
-        )
+        comparisons = list(map(_make_comparison, rows))
+        verdicts = ComparisonModel(sampler, renderer).compare(comparisons)
         sampler.release()
-        wins, losses = (
-            np.array([getattr(verdict, side) for verdict in verdicts])
-            for side in ("first", "second")
+        wins, losses, ties, consistent = (
+            np.array([getattr(verdict, name) for verdict in verdicts])
+            for name in ("first", "second", "tie", "consistent")
         )
-        metrics = compute_preference_metrics(np.log(wins) - np.log(losses))
-        metrics["test/comparison/tie"] = float(np.mean([verdict.tie for verdict in verdicts]))
-        metrics["test/comparison/consistent"] = float(
-            np.mean([verdict.consistent for verdict in verdicts])
-        )
-        return metrics
+        return {
+            **compute_preference_metrics(np.log(wins) - np.log(losses)),
+            "test/comparison/tie": float(ties.mean()),
+            "test/comparison/consistent": float(consistent.mean()),
+        }
 
 
 def make_scored_pair(row: Problem, renderer: Any) -> list[Datum]:
@@ -188,12 +182,7 @@ def make_scored_pair(row: Problem, renderer: Any) -> list[Datum]:
         model_input = ModelInput.of(judged.token_ids(), example.images_with_positions())
         tokens = model_input.token_ids()
         mask = np.arange(1, len(tokens) + 1) >= begin
-        datums.append(
-            Datum(
-                model_input,
-                {"target_tokens": [*tokens[1:], 0], "mask": mask},
-            )
-        )
+        datums.append(Datum(model_input, {"target_tokens": [*tokens[1:], 0], "mask": mask}))
     return datums
 
 

@@ -74,14 +74,8 @@ class SFT(RowEvaluator):
         """Update the policy in a single pass. `optim/loss` is the mean negative logprob of a
         trained token.
         """
-        settings = self.settings
         return train_single_pass(
-            models,
-            datums,
-            settings,
-            progress,
-            loss="cross_entropy",
-            config={},
+            models, datums, self.settings, progress, loss="cross_entropy", config={}
         )
 
     def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
@@ -95,15 +89,9 @@ class SFT(RowEvaluator):
         rows = [row for row in rows if row.response is not None]
         if not rows:  # held-out problems for sampling may have no response
             return {}
-        sums = (
-            models.policy.forward(
-                self.build_datums(rows, renderer, models, 0),
-                "cross_entropy",
-                {"token_accuracy": 1.0},
-            )
-            .result()
-            .metrics
-        )
+        datums = self.build_datums(rows, renderer, models, 0)
+        config = {"token_accuracy": 1.0}
+        sums = models.policy.forward(datums, "cross_entropy", config).result().metrics
         tokens = max(1.0, sums["weights:sum"])
         return {
             "loss": sums["loss:sum"] / tokens,

@@ -205,16 +205,11 @@ def correct_by_settings(
     options: CorrectionSettings = settings.correction
     if not options.active:
         return datums, {}
-    correction = ImportanceCorrection(
-        options.correction,
-        options.correction_level,
-        options.correction_low,
-        options.correction_high,
-    )
+    names = ("correction", "correction_level", "correction_low", "correction_high")
     return correct_datums(
         models,
         datums,
-        correction,
+        ImportanceCorrection(*(getattr(options, name) for name in names)),
         against_learner=options.against_learner,
         temperature=settings.sampling.temperature,
     )
