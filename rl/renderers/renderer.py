@@ -6,7 +6,6 @@ shifted).
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
@@ -262,8 +261,8 @@ class Renderer(ABC):
         """Return (the tokens before the first token that ends a sample, whether such a token
         exists).
         """
-        before = list(itertools.takewhile(lambda token: token not in self.end_tokens, tokens))
-        return before, len(before) < len(tokens)
+        end = next((i for i, token in enumerate(tokens) if token in self.end_tokens), len(tokens))
+        return list(tokens[:end]), end < len(tokens)
 
     def encode_in_pieces(self, text: str, cuts: Sequence[int]) -> list[list[int]]:
         """Return the tokens of `text`, split at the character positions `cuts` (ascending).
@@ -300,8 +299,8 @@ def build_weighted_example(
 ) -> tuple[ModelInput, np.ndarray]:
     """Join pieces of (tokens, weight) into a supervised example."""
     tokens = [token for piece, _ in pieces for token in piece]
-    weights = [weight for piece, weight in pieces for _ in piece]
-    return ModelInput.from_ints(tokens), np.array(weights, dtype=np.float32)
+    weights = np.concatenate([np.full(len(p), weight, np.float32) for p, weight in pieces])
+    return ModelInput.from_ints(tokens), weights
 
 
 def find_trained_messages(messages: Messages, train_on: TrainOn) -> list[int]:
