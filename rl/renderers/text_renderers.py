@@ -41,11 +41,9 @@ class _TextRenderer(Renderer):
     calls are written in the format of Qwen's templates.
     """
 
-    tools: Tools = ()
-
-    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()):
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), tools: Tools = ()):
         super().__init__(tokenizer, eos_token_ids)
-        self._begin = get_begin_tokens(tokenizer)
+        self.tools, self._begin = list(tools), get_begin_tokens(tokenizer)
 
     def with_tools(self, tools: Tools) -> Renderer:
         if not tools:
@@ -76,8 +74,8 @@ class PlainRenderer(_TextRenderer):
     described to the model, which must learn them in training.
     """
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()):
-        super().__init__(tokenizer, eos_token_ids)
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), tools: Tools = ()):
+        super().__init__(tokenizer, eos_token_ids, tools)
         if tokenizer.eos_token_id is None:
             raise UserError(
                 "the renderer 'plain' ends a response with EOS, which the tokenizer lacks: set its "
