@@ -371,7 +371,7 @@ def normalize_messages(messages: Messages, *, allow_images: bool = False) -> lis
             )
         content = message.get("content")
         if allow_images and has_images([message]):
-            content = split_image_parts(content, message["role"], where)
+            content = split_image_parts(message["content"], message["role"], where)
         elif content is None and message.get("tool_calls"):
             content = ""
         else:
