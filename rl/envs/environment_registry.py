@@ -429,7 +429,7 @@ def _load_class(spec: str) -> type:
             for key, value in sorted(vars(module).items())
             if isinstance(value, type) and issubclass(value, Environment) and value != Environment
         }
-        choices = [key for key, own in environments.items() if own] or list(environments)
+        choices = [key for key, is_local in environments.items() if is_local] or list(environments)
         closest = nearest_name(attribute, choices)
         hint = f"did you mean {closest!r}? " if closest else ""
         raise UserError(
