@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rl.rollout import has_signal
+from rl.rollout import Metrics, has_signal
 from rl.types import Datum
 
 
@@ -55,6 +55,7 @@ def use_raw_rewards(rewards_G: Sequence[float]) -> np.ndarray:
     return np.asarray(rewards_G, dtype=np.float64)
 
 
+@dataclass
 class RunningMeanBaseline:
     """Compute A_i = r_i - b, where b is the exponential moving average of earlier batches' mean
     reward.
@@ -64,9 +65,8 @@ class RunningMeanBaseline:
     gradient).
     """
 
-    def __init__(self, decay: float = 0.9, value: float | None = None):
-        self.decay = decay
-        self.value = value
+    decay: float = 0.9
+    value: float | None = None
 
     def __call__(
         self, rewards_P_G: Sequence[Sequence[float]], keys_P: Sequence[str] = ()
@@ -96,7 +96,7 @@ class PerProblemBaseline:
 
     def __init__(self, decay: float = 0.5):
         self.decay = decay
-        self.values: dict[str, float] = {}
+        self.values: Metrics = {}
         self.overall = RunningMeanBaseline()
 
     def __call__(
@@ -104,18 +104,18 @@ class PerProblemBaseline:
     ) -> list[np.ndarray]:
         """Return the advantages [P][G] and update the problems' baselines."""
         fresh_P_G = self.overall(rewards_P_G)
-        advantages_P_G = []
-        for rewards_G, fresh_G, key in zip(rewards_P_G, fresh_P_G, keys_P, strict=True):
-            known = self.values.get(key)
-            advantages_P_G.append(
-                fresh_G if known is None else np.asarray(rewards_G, dtype=np.float64) - known
-            )
+        known = self.values.copy()
         for rewards_G, key in zip(rewards_P_G, keys_P, strict=True):
-            mean, known = float(np.mean(rewards_G)), self.values.get(key)
+            mean = float(np.mean(rewards_G))
             self.values[key] = (
-                mean if known is None else self.decay * known + (1 - self.decay) * mean
+                self.decay * self.values[key] + (1 - self.decay) * mean
+                if key in self.values
+                else mean
             )
-        return advantages_P_G
+        return [
+            np.asarray(rewards_G, dtype=np.float64) - known[key] if key in known else fresh_G
+            for rewards_G, fresh_G, key in zip(rewards_P_G, fresh_P_G, keys_P, strict=True)
+        ]
 
     def state(self) -> dict[str, Any]:
         """Return the baselines, for a checkpoint."""
@@ -232,16 +232,16 @@ def compute_logprob_gaps(
     """Return g = q - ref at actions, 0 elsewhere, float64 [T] for each datum (fields `logprobs`,
     `mask`).
     """
-    gaps_D = []
-    for datum, ref_T in zip(datums, ref_logprobs, strict=True):
-        gap_T = datum.loss_fn_inputs["logprobs"].array.astype(np.float64) - ref_T
-        gaps_D.append(np.where(datum.action_mask, gap_T, 0.0))
-    return gaps_D
+    sampled_D = (datum.loss_fn_inputs["logprobs"].array.astype(np.float64) for datum in datums)
+    return [
+        np.where(datum.action_mask, sampled_T - ref_T, 0.0)
+        for datum, sampled_T, ref_T in zip(datums, sampled_D, ref_logprobs, strict=True)
+    ]
 
 
 def compute_kl_metrics(
     datums: Sequence[Datum], gaps_D: Sequence[np.ndarray], name: str = "optim/kl_ref"
-) -> dict[str, float]:
+) -> Metrics:
     """Return two estimates of the KL from the sampling policy, means over actions: `<name>_k1` of
     g, `<name>_k3` of e^-g - 1 + g.
 
@@ -273,7 +273,7 @@ def apply_kl_penalty(
     ref_logprobs: Sequence[np.ndarray],
     coefficient: float,
     discount: float = 0.0,
-) -> tuple[list[Datum], dict[str, float]]:
+) -> tuple[list[Datum], Metrics]:
     """Return the datums with `coefficient` (mean c - c_t) added to the advantage of each action,
     and metrics of the KL.
 

@@ -20,7 +20,7 @@ from rl.config import (
     check_comparison_groups,
     check_ranges,
 )
-from rl.rollout import TrajectoryGroup, mean, trajectory_to_datums
+from rl.rollout import Metrics, TrajectoryGroup, mean, trajectory_to_datums
 from rl.types import Datum
 
 
@@ -74,10 +74,9 @@ class BestOfN(OnlineMethod):
     def __init__(self, settings: BestOfNSettings):
         super().__init__(settings)
         self.group_size = settings.selection.group_size
-        self._behavior_datums: list[
-            Datum
-        ] = []  # the batch's kept answers with the behavior logprobs
-        self._metrics: dict[str, float] = {}
+        # the batch's kept answers with the behavior logprobs
+        self._behavior_datums: list[Datum] = []
+        self._metrics: Metrics = {}
 
     def compute_advantages(self, groups: Sequence[TrajectoryGroup], models: Models) -> list[Datum]:
         """Return the kept answers as datums. If no answer is kept, return an answer of the first
@@ -106,19 +105,15 @@ class BestOfN(OnlineMethod):
             for datum in datums
         ]
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass over the kept answers."""
-        settings = self.settings
-        config = {"temperature": settings.sampling.temperature}
         metrics = train_single_pass(
             models,
             datums,
-            settings,
+            self.settings,
             progress,
             loss="cross_entropy",
-            config=config,
+            config={"temperature": self.settings.sampling.temperature},
             behavior_datums=self._behavior_datums,
         )
         self._behavior_datums = []

@@ -44,7 +44,7 @@ from rl.config import (
 from rl.errors import UserError
 from rl.judges import FrozenScorer
 from rl.renderers import renderer_for_row
-from rl.rollout import TrajectoryGroup, supervised_datum
+from rl.rollout import Metrics, TrajectoryGroup, supervised_datum
 from rl.seed import derive_seed
 from rl.types import Datum, ModelInput, Problem, SamplingParams
 
@@ -184,7 +184,7 @@ class Distillation(Method):
         self.online = self.options.learn_from == "student"
         self.reads = ("response",) if self.options.learn_from == "data" else ()
         self.group_size = self.options.group_size
-        self._metrics: dict[str, float] = {}
+        self._metrics: Metrics = {}
 
     def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Load the teachers by data set, each with the student's vocabulary. A teacher that is
@@ -193,18 +193,13 @@ class Distillation(Method):
         Raises UserError if a data set has no teacher, or a teacher no data set.
         """
         named = parse_teachers(self.settings)
-        uncovered, unknown = (
-            [tag for tag in factory.tags if tag not in named and "" not in named],
-            sorted(set(named) - {"", *factory.tags}),
-        )
-        if factory.tags and (uncovered or unknown):
-            problem = (
-                f"no teacher for the data set {uncovered[0]}"
-                if uncovered
-                else f"unknown data set {unknown[0]}"
-            )
+        problems = [
+            *(f"no teacher for the data set {t}" for t in factory.tags if not {t, ""} & {*named}),
+            *(f"unknown data set {tag}" for tag in sorted({*named} - {"", *factory.tags})),
+        ]
+        if factory.tags and problems:
             raise UserError(
-                f"{problem}: --teacher names teachers for {', '.join(named)}, the data sets are "
+                f"{problems[0]}: --teacher names teachers for {', '.join(named)}, the data sets are "
                 f"{', '.join(factory.tags)}"
             )
         loaded = {
@@ -324,9 +319,7 @@ class Distillation(Method):
 
     # ----------------------------------------------------------------------------------------- both
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass. On-policy: importance sampling, the mean over tokens.
         Off-policy: the mixture, as `optim/loss`, `optim/kl`, `optim/ce`.
         """
@@ -381,7 +374,13 @@ class Distillation(Method):
         tokens = _count_weighted(datums)
         calls = []
         for name, (_, columns, temperature) in self._terms.items():
-            part = [_select_columns(datum, columns) for datum in datums]
+            part = [
+                Datum(
+                    datum.model_input,
+                    {field: v.array[:, columns] for field, v in datum.loss_fn_inputs.items()},
+                )
+                for datum in datums
+            ]
             config = {"temperature": temperature}
             calls.append(LossCall(part, "cross_entropy", config, tokens, f"{name}_"))
         return calls
@@ -390,14 +389,6 @@ class Distillation(Method):
 def _count_weighted(datums: Sequence[Datum]) -> int:
     """Return the number of positions with a weight."""
     return sum(int((d.loss_fn_inputs["weights"].array != 0).any(1).sum()) for d in datums)
-
-
-def _select_columns(datum: Datum, columns: slice) -> Datum:
-    """Return a datum with some columns of its soft targets."""
-    return Datum(
-        datum.model_input,
-        {name: data.array[:, columns] for name, data in datum.loss_fn_inputs.items()},
-    )
 
 
 def make_soft_targets(
@@ -436,15 +427,13 @@ def make_soft_targets(
     labeled = []
     for datum, pairs_T in zip(datums, pairs_D, strict=True):
         mask = datum.loss_fn_inputs["weights"].array != 0
-        tokens_TK = np.asarray([[token for token, _ in pairs] for pairs in pairs_T], dtype=np.int64)
-        scaled_TK = (
-            np.asarray([[logp for _, logp in pairs] for pairs in pairs_T], dtype=np.float64)
-            / temperature
-        )
+        tokens_TK, logprobs_TK = np.moveaxis(np.asarray(pairs_T, dtype=np.float64), 2, 0)
+        scaled_TK = logprobs_TK / temperature
         p_TK = np.exp(scaled_TK - scaled_TK.max(1, keepdims=True))
         p_TK *= (alpha * temperature**2) * mask[:, None] / p_TK.sum(1, keepdims=True)
         targets = np.concatenate(
-            [tokens_TK, datum.loss_fn_inputs["target_tokens"].array[:, None]], axis=1
+            [tokens_TK.astype(np.int64), datum.loss_fn_inputs["target_tokens"].array[:, None]],
+            axis=1,
         )
         weights = np.concatenate([p_TK, ((1 - alpha) * mask)[:, None]], axis=1)
         labeled.append(

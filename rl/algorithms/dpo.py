@@ -37,6 +37,7 @@ from rl.config import (
     require,
 )
 from rl.judges import restore_full_input
+from rl.rollout import Metrics
 from rl.types import Datum, Problem
 
 _SCORING_BATCH_SIZE = 512  # datums scored per call when the reference is precomputed
@@ -105,26 +106,25 @@ class PreferenceMethod(Method):
             return {}
         return {"reference": factory.reference(self.settings.preference.reference_model)}
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass over the pairs. `optim/loss` and `rewards/...` are
         means over pairs, measured before each update.
         """
         metrics, totals = train_pairs(
-            models, datums, self.settings, progress, loss=self._loss(), config=self._config()
+            models, datums, self.settings, progress, loss=self._loss, config=self._config()
         )
         return metrics | self._extra_metrics(totals)
 
-    def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
+    def _extra_metrics(self, totals: UpdateSums) -> Metrics:
         """Return further metrics."""
         return {}
 
+    @property
     def _loss(self) -> str:
         """Return the name of the loss."""
         return self.settings.preference.loss
 
-    def _config(self) -> dict[str, float]:
+    def _config(self) -> Metrics:
         """Return the config of the loss."""
         from rl.losses import get_loss  # imports torch, which settings and --help avoid
 
@@ -174,7 +174,7 @@ class DPO(PreferenceMethod, RowEvaluator):
         self, rows: Sequence[Problem], renderer: Any, models: Models, seed: int
     ) -> list[Datum]:
         """Return two datums per row, the preferred answer's first, with the reference logprobs of
-        their tokens.
+        their tokens. Raises ValueError if they were to be precomputed, and were not.
         """
         pairs = [
             datum for row in rows for datum in make_pair_datums(row, renderer, self.settings.data)
@@ -182,32 +182,25 @@ class DPO(PreferenceMethod, RowEvaluator):
         if not self.uses_reference:
             return pairs
         if self.settings.preference.precompute_reference:
-            scored = [self._get_precomputed(datum) for datum in pairs]
+            if any(_make_datum_key(datum) not in self._reference_logprobs for datum in pairs):
+                raise ValueError(
+                    "a training row was not scored before the first step: leave out "
+                    "precompute_reference"
+                )
+            scored = [self._reference_logprobs[_make_datum_key(datum)] for datum in pairs]
         else:
             scored = models.reference.logprobs(pairs)
         return add_loss_field(pairs, "ref_logprobs", scored)
 
-    def _get_precomputed(self, datum: Datum) -> np.ndarray:
-        """Return the precomputed reference logprobs of a datum. Raises ValueError if the datum was
-        not scored.
-        """
-        logprobs = self._reference_logprobs.get(_make_datum_key(datum))
-        if logprobs is None:
-            raise ValueError(
-                "a training row was not scored before the first step: leave out "
-                "precompute_reference"
-            )
-        return logprobs
-
-    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
         """Return the means of `compute_pair_metrics` on held-out pairs, named `test/loss`,
         `test/rewards/...` and `test/logps/...`.
         """
 
-        def compute_means(members: Sequence[Problem]) -> dict[str, float]:
+        def compute_means(members: Sequence[Problem]) -> Metrics:
             pairs = self.build_datums(members, renderer, models, 0)
             return compute_pair_metrics(
-                models.policy.forward(pairs, self._loss(), self._config()).result().metrics
+                models.policy.forward(pairs, self._loss, self._config()).result().metrics
             )
 
         return evaluate_by_tag(rows, compute_means)

@@ -41,7 +41,7 @@ from rl.config import (
     unflatten_settings,
 )
 from rl.errors import UserError
-from rl.rollout import TrajectoryGroup, record_advantages, trajectory_to_datums
+from rl.rollout import Metrics, TrajectoryGroup, record_advantages, trajectory_to_datums
 from rl.types import Datum
 
 # Flat settings of each variant; settings of the command line or a recipe override them.
@@ -174,9 +174,7 @@ class PolicyGradientSettings:
                 "Set group_size to 2 or more, or advantage to running_mean"
             )
         for name in COEFFICIENT_KEYS:
-            *others, last = [
-                key for key, loss in POLICY_LOSSES.items() if name in loss.coefficients
-            ]
+            *others, last = [k for k, loss in POLICY_LOSSES.items() if name in loss.coefficients]
             require(
                 self,
                 (name,),
@@ -249,15 +247,12 @@ class GrpoSettings(OnlineSettings):
         """Return whether ratios are taken against the proximal policy interpolated by the age of
         tokens; by default if the loss says so and tokens may be off-policy.
         """
-        options, uncorrected = (
-            self.correction,
-            self.policy_gradient.truncated_is is None and self.correction.correction == "none",
-        )
-        loss = POLICY_LOSSES.get(self.policy_gradient.loss, PolicyLoss())
-        off_policy = self.flow.max_steps_off_policy > 0 and loss.interpolates_proximal
-        return options.proximal == "interpolated" or (
-            options.proximal is None and uncorrected and off_policy
-        )
+        options, pg = self.correction, self.policy_gradient
+        if options.proximal is not None:
+            return options.proximal == "interpolated"
+        uncorrected = pg.truncated_is is None and options.correction == "none"
+        loss = POLICY_LOSSES.get(pg.loss, PolicyLoss())
+        return self.flow.max_steps_off_policy > 0 and uncorrected and loss.interpolates_proximal
 
 
 def check_flow_settings(settings: GrpoSettings) -> None:
@@ -444,9 +439,7 @@ class GRPO(ReferenceMethod):
             return apply_kl_penalty(datums, ref_D, self.kl.coefficient, discount)[0]
         return add_loss_field(datums, "ref_logprobs", ref_D)
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass over the prepared datums. Then adapt kl_coef."""
         settings, pg = self.settings, self.settings.policy_gradient
         datums, before = self.prepare_datums(datums, models)
@@ -469,7 +462,7 @@ class GRPO(ReferenceMethod):
 
     def prepare_datums(
         self, datums: Sequence[Datum], models: Models
-    ) -> tuple[Sequence[Datum], dict[str, float]]:
+    ) -> tuple[Sequence[Datum], Metrics]:
         """Return (datums as the loss expects them, metrics): corrected and weighted by sequence."""
         settings, pg = self.settings, self.settings.policy_gradient
         if pg.truncated_is is not None:
@@ -494,10 +487,7 @@ class GRPO(ReferenceMethod):
         return config | self.kl_config
 
     def state(self) -> dict[str, Any]:
-        return {
-            **super().state(),
-            **{key: memory.state() for key, memory in self._baselines.items()},
-        }
+        return super().state() | {key: m.state() for key, m in self._baselines.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)

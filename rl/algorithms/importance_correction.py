@@ -138,21 +138,20 @@ def apply_correction(
         kept_D.append(mask & inside if correction.kind == "mask" else mask)
     if correction.kind == "none" or not any(mask.any() for mask in masks_D):
         return weights_D, kept_D, {}
-    mask = np.concatenate(masks_D)
-    ratio, weight = (
-        np.concatenate(ratio_D)[mask],
-        (np.concatenate(weights_D) * np.concatenate(kept_D))[mask],
-    )
+    mask, ratio = np.concatenate(masks_D), np.concatenate(ratio_D)
+    weight = (np.concatenate(weights_D) * np.concatenate(kept_D))[mask]
     squares = float((weight * weight).sum())
-    metrics = {
-        "optim/correction_low": float((ratio < correction.low).mean()),
-        "optim/correction_high": float((ratio > correction.high).mean()),
-        "optim/correction_weight": float(weight.mean()),
-        "optim/correction_ess": float(weight.sum()) ** 2 / (len(weight) * squares)
-        if squares
-        else 0.0,
-    }
-    return weights_D, kept_D, metrics
+    ess = float(weight.sum()) ** 2 / (len(weight) * squares) if squares else 0.0
+    return (
+        weights_D,
+        kept_D,
+        {
+            "optim/correction_low": float((ratio[mask] < correction.low).mean()),
+            "optim/correction_high": float((ratio[mask] > correction.high).mean()),
+            "optim/correction_weight": float(weight.mean()),
+            "optim/correction_ess": ess,
+        },
+    )
 
 
 def merge_effective_sample_size(parts: Sequence[tuple[int, Mapping[str, float]]]) -> float:

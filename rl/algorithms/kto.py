@@ -43,6 +43,7 @@ from rl.config import (
 )
 from rl.data import read_label
 from rl.errors import UserError
+from rl.rollout import Metrics
 from rl.types import Datum, Problem
 
 
@@ -103,9 +104,8 @@ class KTO(RowEvaluator):
 
     def __init__(self, settings: KtoSettings):
         super().__init__(settings)
-        self._mismatched: list[
-            Datum
-        ] = []  # prompts of the batch, each with an answer of the next row
+        # prompts of the batch, each with an answer of the next row
+        self._mismatched: list[Datum] = []
         self._row_indices: list[int] = []  # the row of each answer of the batch
 
     def longest(self, row: Problem, renderer: Any) -> int:
@@ -154,9 +154,7 @@ class KTO(RowEvaluator):
         labels = np.full(datum.model_input.length, 1.0 if good else -1.0)
         return add_loss_inputs(datum, labels=labels)
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass. `optim/loss`, `rewards/...` and `optim/kl_ref_k1` (z)
         are measured before each update.
         """
@@ -178,31 +176,28 @@ class KTO(RowEvaluator):
         """Return z: the mean over mismatched prompts and answers of the sum of lp - ref, at least
         0.
         """
-        outputs = (
-            models.policy.forward(mismatched, "kto", self._config(0.0)).result().loss_fn_outputs
-        )
+        result = models.policy.forward(mismatched, "kto", self._config(0.0)).result()
         gaps = []
-        for datum, output in zip(mismatched, outputs, strict=True):
+        for datum, output in zip(mismatched, result.loss_fn_outputs, strict=True):
             ref_T = datum.loss_fn_inputs["ref_logprobs"].array
             gap_T = output["logprobs"].array.astype(np.float64) - ref_T
-            gaps.append(float(gap_T[datum.action_mask].sum()))
+            gaps.append(gap_T[datum.action_mask].sum())
         return max(0.0, float(np.mean(gaps)))
 
-    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
         """Return the means of `compute_label_metrics` on held-out answers, named `test/loss` and
         `test/rewards/...`.
         """
 
-        def compute_means(members: Sequence[Problem]) -> dict[str, float]:
+        def compute_means(members: Sequence[Problem]) -> Metrics:
             answers = self.build_datums(members, renderer, models, 0)
             config = self._config(self._estimate_kl(models, self._mismatched))
-            return compute_label_metrics(
-                models.policy.forward(answers, "kto", config).result().metrics
-            )
+            result = models.policy.forward(answers, "kto", config).result()
+            return compute_label_metrics(result.metrics)
 
         return evaluate_by_tag(rows, compute_means)
 
-    def _config(self, kl: float) -> dict[str, float]:
+    def _config(self, kl: float) -> Metrics:
         """Return the config of the loss."""
         return {**asdict(self.settings.kto), "kl": kl}
 
@@ -220,18 +215,16 @@ def list_labeled_answers(row: Problem) -> list[tuple[str, bool]]:
     return [(row.response, read_label(row.meta.get("label", True)))]
 
 
-def compute_label_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+def compute_label_metrics(sums: Mapping[str, float]) -> Metrics:
     """Return the loss's sums as means: of good answers (`rewards/chosen`), of bad answers
     (`rejected`), and their difference (`margins`).
     """
-    answers, good = max(1.0, sums["answers:sum"]), sums["good:sum"]
-    chosen, rejected = (
-        sums["good_rewards:sum"] / max(1.0, good),
-        sums["bad_rewards:sum"] / max(1.0, sums["answers:sum"] - good),
-    )
-    means = {
-        "loss": sums["loss:sum"] / answers,
+    answers, good = sums["answers:sum"], sums["good:sum"]
+    chosen = sums["good_rewards:sum"] / max(1.0, good)
+    rejected = sums["bad_rewards:sum"] / max(1.0, answers - good)
+    return {
+        "loss": sums["loss:sum"] / max(1.0, answers),
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
     }
-    return {**means, "rewards/margins": chosen - rejected}

@@ -35,7 +35,7 @@ from rl.data import ProblemSet
 from rl.errors import UserError
 from rl.judges import APIScoringClient, FrozenScorer, OpenAIClient, check_vocabulary
 from rl.renderers import TrainOn
-from rl.rollout import TrajectoryGroup
+from rl.rollout import Metrics, TrajectoryGroup
 from rl.types import Datum, Problem
 
 if TYPE_CHECKING:
@@ -380,7 +380,7 @@ class Method:
         return groups
 
     @property
-    def shaping_metrics(self) -> dict[str, float]:
+    def shaping_metrics(self) -> Metrics:
         """Return the metrics of the last call of `shape_rewards`."""
         return {}
 
@@ -394,9 +394,7 @@ class Method:
         """Return the datums of a batch of rows. `seed` is the batch's seed for random choices."""
         raise NotImplementedError(f"{type(self).__name__} reads no rows")
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Train on the datums. Return the `optim/...` metrics."""
         raise NotImplementedError(f"{type(self).__name__} has no update")
 
@@ -431,7 +429,7 @@ class RowEvaluator(Method, abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
         """Return the `test/...` metrics of held-out rows."""
 
 
@@ -464,7 +462,7 @@ class OnlineMethod(Method):
         ]
 
     @property
-    def shaping_metrics(self) -> dict[str, float]:
+    def shaping_metrics(self) -> Metrics:
         return self.shaper.metrics
 
     def state(self) -> dict[str, Any]:
@@ -485,7 +483,7 @@ class ReferenceMethod(OnlineMethod):
         kl, default = settings.kl, 0.0 if settings.kl.reference_model is None else 0.1
         coefficient = default if kl.kl_coef is None else kl.kl_coef
         self.kl = AdaptiveKL(coefficient, kl.kl_target, kl.kl_rate)
-        self._kl_metrics: dict[str, float] = {}  # of the last batch
+        self._kl_metrics: Metrics = {}  # of the last batch
 
     def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Create the reference model, if the KL to it has a coefficient."""

@@ -38,7 +38,7 @@ from rl.config import (
 from rl.data import LengthLimits
 from rl.errors import UserError
 from rl.renderers import renderer_for_row
-from rl.rollout import has_signal, supervised_datum
+from rl.rollout import Metrics, has_signal, supervised_datum
 from rl.types import Datum, Problem, StoredAnswer, experts_from_text
 
 
@@ -183,11 +183,6 @@ class OfflineOptions:
         return self.baseline == "learned" and self.loss_spec.subtracts_baseline
 
     @property
-    def subtracts_group_mean(self) -> bool:
-        """Return whether the baseline of the rewards is the mean of the problem's answers."""
-        return self.baseline == "group" and self.loss_spec.subtracts_baseline
-
-    @property
     def learns_value(self) -> bool:
         """Return whether a value head is trained."""
         return self.loss_spec.learns_value or self.subtracts_value
@@ -259,7 +254,8 @@ class Offline(Method):
                 f"{subject} no logprobs: the initial policy scores them, as if it had sampled them"
             )
         equal = sum(not has_signal([answer.reward for answer in row.answers]) for row in rows)
-        if self.options.subtracts_group_mean and equal:
+        by_group = self.options.baseline == "group" and self.options.loss_spec.subtracts_baseline
+        if by_group and equal:
             messages.append(
                 f"{equal} of {len(rows)} problems have a single stored answer or equal rewards, so "
                 "their advantages are 0 with baseline group: --baseline learned compares answers "
@@ -335,9 +331,7 @@ class Offline(Method):
         returns[actions[-1]] = reward
         return add_loss_inputs(datum, advantages=returns - values, returns=returns)
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass over the datums. Return `optim/...` metrics.
 
         `optim/kl_behaviour_...` compares the behavior policy with the learner. Online methods call
@@ -398,23 +392,17 @@ def check_stored_answer(
     answer: StoredAnswer,
 ) -> None:
     """Raise UserError, with file and line, for a stored answer that the policy cannot use."""
-    limit, vocabulary, temperature = (
-        policy_info["max_context"],
-        policy_info["vocab_size"],
-        settings.sampling.temperature,
-    )
+    limit, vocabulary = policy_info["max_context"], policy_info["vocab_size"]
+    temperature = settings.sampling.temperature
     tokens = [*(answer.prompt_tokens or ()), *(answer.tokens or ())]
     if tokens and max(tokens) >= vocabulary:
         raise UserError(
             f"{answer.place}: token {max(tokens)} is outside the policy's vocabulary of "
             f"{vocabulary} tokens: the answer is from another model"
         )
-    sampled_at = (
-        answer.temperature
-        if answer.logprobs is not None and settings.offline.needs_behavior_logprobs
-        else None
-    )
-    if sampled_at is not None and sampled_at != temperature:
+    reads_logprobs = answer.logprobs is not None and settings.offline.needs_behavior_logprobs
+    sampled_at = answer.temperature
+    if reads_logprobs and sampled_at is not None and sampled_at != temperature:
         raise UserError(
             f"{answer.place}: its logprobs were sampled at temperature {sampled_at:g}, but this "
             f"run scores at {temperature:g}: set --temperature {sampled_at:g}"

@@ -22,7 +22,7 @@ from rl.config import (
     check_ranges,
 )
 from rl.errors import UserError
-from rl.rollout import TrajectoryGroup, trajectory_to_datums
+from rl.rollout import Metrics, TrajectoryGroup, trajectory_to_datums
 from rl.types import Datum
 
 
@@ -93,11 +93,9 @@ class OnlineDPO(OnlineMethod, PreferenceMethod):
         pairs = pairs or [((0, 0), (0, 0))]
         members = sorted({member for pair in pairs for member in pair})
         sampled = [_make_datum(groups[p], i) for p, i in members]
+        fields = ("target_tokens", "mask")
         stripped = [
-            datum.with_inputs(
-                {name: datum.loss_fn_inputs[name] for name in ("target_tokens", "mask")}
-            )
-            for datum in sampled
+            d.with_inputs({name: d.loss_fn_inputs[name] for name in fields}) for d in sampled
         ]
         if not self.settings.preference.reference_free:
             scored = models.reference.logprobs(stripped, self.settings.sampling.temperature)
@@ -106,12 +104,10 @@ class OnlineDPO(OnlineMethod, PreferenceMethod):
             zeros = [np.zeros(datum.model_input.length) for datum in stripped]
             stripped = add_loss_field(stripped, "mask", zeros)
         by_member = dict(zip(members, stripped, strict=True))
-        self._behavior_datums = {
-            id(pair_datum): full for pair_datum, full in zip(stripped, sampled, strict=True)
-        }
+        self._behavior_datums = dict(zip(map(id, stripped), sampled, strict=True))
         return [by_member[member] for pair in pairs for member in pair]
 
-    def _extra_metrics(self, totals: UpdateSums) -> dict[str, float]:
+    def _extra_metrics(self, totals: UpdateSums) -> Metrics:
         """Return the number of pairs, and compare sampler and learner on each answer once."""
         distinct = {
             id(datum): (self._behavior_datums[id(datum)], output["logprobs"].array)
@@ -125,7 +121,7 @@ class OnlineDPO(OnlineMethod, PreferenceMethod):
             ),
         }
 
-    def _config(self) -> dict[str, float]:
+    def _config(self) -> Metrics:
         return {**super()._config(), "temperature": self.settings.sampling.temperature}
 
 

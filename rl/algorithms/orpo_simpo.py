@@ -72,21 +72,15 @@ class ReferenceFreeDPO(DPO):
 class ORPO(ReferenceFreeDPO):
     """Implement `orpo`."""
 
-    Settings = OrpoSettings
+    Settings, _loss = OrpoSettings, "orpo"
     summary = (
         "preferences: the preferred answer's likelihood and the odds against the other, "
         "without a reference"
     )
 
-    def _loss(self) -> str:
-        return "orpo"
-
 
 class SIMPO(ReferenceFreeDPO):
     """Implement `simpo`."""
 
-    Settings = SimpoSettings
+    Settings, _loss = SimpoSettings, "simpo"
     summary = "preferences: mean logprobs and a margin, without a reference"
-
-    def _loss(self) -> str:
-        return "simpo"

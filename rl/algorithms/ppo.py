@@ -55,7 +55,13 @@ from rl.config import (
 )
 from rl.errors import UserError
 from rl.judges import restore_full_input
-from rl.rollout import Trajectory, TrajectoryGroup, count_action_tokens, trajectory_to_datums
+from rl.rollout import (
+    Metrics,
+    Trajectory,
+    TrajectoryGroup,
+    count_action_tokens,
+    trajectory_to_datums,
+)
 from rl.seed import derive_seed
 from rl.types import Datum
 
@@ -147,7 +153,7 @@ class PPO(ReferenceMethod):
         self.group_size = settings.ppo.group_size
         self.learns_by_step = True
         self.value_head = settings.ppo.critic_model is None
-        self._value_metrics: dict[str, float] = {}  # of the last batch
+        self._value_metrics: Metrics = {}  # of the last batch
 
     def required_models(self, factory: ModelFactory) -> dict[str, Any]:
         """Create the reference model and the critic, if the settings request them."""
@@ -179,8 +185,11 @@ class PPO(ReferenceMethod):
                 [next(charges_D) for _ in episode.parts]
             )
             values = episode.gather_actions(values_parts)
-            bootstraps = options.truncated == "bootstrap" and _is_cut_off(episode.trajectory)
-            bootstrap = float(values_parts[episode.last_part][-1]) if bootstraps else 0.0
+            last, bootstrap = episode.trajectory.transitions[-1], 0.0
+            # by max_tokens, or by the environment's limit
+            cut_off = last.truncated or last.ac.stop_reason == "length"
+            if cut_off and options.truncated == "bootstrap":
+                bootstrap = float(values_parts[episode.last_part][-1])
             advantages = compute_gae(
                 rewards, values, gamma=options.gamma, lam=options.gae_lambda, bootstrap=bootstrap
             )
@@ -188,8 +197,11 @@ class PPO(ReferenceMethod):
             columns_I.append(
                 {"advantages": advantages, "returns": advantages + values, "values_old": values}
             )
-        if options.normalise_advantages:
-            _normalize_advantages(columns_I)
+        if options.normalise_advantages:  # over all actions of the batch
+            everything = np.concatenate([columns["advantages"] for columns in columns_I])
+            mean, std = everything.mean(), everything.std()
+            for columns in columns_I:
+                columns["advantages"] = (columns["advantages"] - mean) / (std + 1e-8)
         credited = [
             datum
             for episode, columns in zip(episodes, columns_I, strict=True)
@@ -218,15 +230,13 @@ class PPO(ReferenceMethod):
 
     # ---------------------------------------------------------------------------------------- learn
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Train epochs of minibatches until the policy is target_kl away from the policy that
         sampled. Then adapt kl_coef.
         """
         settings, options = self.settings, self.settings.ppo
         datums, before = correct_by_settings(models, datums, settings)
-        drift: dict[str, float] = {}
+        drift: Metrics = {}
 
         def should_stop() -> bool:
             after = models.policy.forward(
@@ -321,7 +331,7 @@ class RLHF(PPO):
         return super().required_models(factory)
 
 
-def summarize_epochs(totals: UpdateSums, datums: Sequence[Datum]) -> dict[str, float]:
+def summarize_epochs(totals: UpdateSums, datums: Sequence[Datum]) -> Metrics:
     """Return the metrics of all updates on `datums`: means over the tokens of every epoch."""
     sums = {name.removeprefix("critic_"): value for name, value in totals.sums.items()}
     sums["loss:sum"] = totals.sums["loss:sum"]  # the policy's
@@ -420,15 +430,7 @@ def _compute_values(critic: TrainingClient, datums: Sequence[Datum]) -> list[np.
     ).result()
 
 
-def _is_cut_off(trajectory: Trajectory) -> bool:
-    """Return whether the trajectory was cut off: its last answer by max_tokens, or the episode by
-    the environment's limit.
-    """
-    last = trajectory.transitions[-1]
-    return last.truncated or last.ac.stop_reason == "length"
-
-
-def _compute_value_metrics(datums: Sequence[Datum]) -> dict[str, float]:
+def _compute_value_metrics(datums: Sequence[Datum]) -> Metrics:
     """Return value metrics. Explained variance is 1 - var(R - V) / var(R): 1 if the old values
     predict the returns perfectly, 0 if no better than their mean.
     """
@@ -443,14 +445,6 @@ def _compute_value_metrics(datums: Sequence[Datum]) -> dict[str, float]:
         "optim/return": float(returns.mean()),
         "optim/explained_variance": explained,
     }
-
-
-def _normalize_advantages(columns_I: Sequence[dict[str, np.ndarray]]) -> None:
-    """Scale the advantages of all episodes to mean 0 and std 1 over all actions, in place."""
-    everything = np.concatenate([columns["advantages"] for columns in columns_I])
-    mean, std = everything.mean(), everything.std()
-    for columns in columns_I:
-        columns["advantages"] = (columns["advantages"] - mean) / (std + 1e-8)
 
 
 def _split_minibatches(

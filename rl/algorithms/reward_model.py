@@ -34,7 +34,7 @@ from rl.judges import (
     swap_answers,
 )
 from rl.renderers import renderer_for_row
-from rl.rollout import compute_calibration_error, supervised_datum
+from rl.rollout import Metrics, compute_calibration_error, supervised_datum
 from rl.types import Datum, ModelInput, Problem
 
 
@@ -110,18 +110,12 @@ class RewardModelTraining(RowEvaluator):
         """Return, for comparison, the length of the prompt that shows both answers with the longest
         verdict; for scalar 0.
         """
-        return (
-            0
-            if self.scalar
-            else max(
-                example.length
-                for example, _ in make_verdict_examples(_make_comparison(row), renderer)
-            )
-        )
+        if self.scalar:
+            return 0
+        examples = make_verdict_examples(_make_comparison(row), renderer)
+        return max(example.length for example, _ in examples)
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the model in a single pass. `optim/loss` is a mean over pairs (scalar) or over the
         tokens of the verdict (comparison).
         """
@@ -142,7 +136,7 @@ class RewardModelTraining(RowEvaluator):
         )
         return metrics
 
-    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
         """Return metrics on held-out pairs: `test/loss` (-log P of the preference), accuracy,
         margin and calibration error of P.
         """
@@ -155,20 +149,18 @@ class RewardModelTraining(RowEvaluator):
                 **compute_preference_metrics(scores[0::2] - scores[1::2]),
             }
         sampler = models.policy.save_weights_and_get_sampling_client()
-        verdicts = ComparisonModel(sampler, renderer).compare(
-            [_make_comparison(row) for row in rows]
-        )
+        comparisons = list(map(_make_comparison, rows))
+        verdicts = ComparisonModel(sampler, renderer).compare(comparisons)
         sampler.release()
-        wins, losses = (
-            np.array([getattr(verdict, side) for verdict in verdicts])
-            for side in ("first", "second")
+        wins, losses, ties, consistent = (
+            np.array([getattr(verdict, name) for verdict in verdicts])
+            for name in ("first", "second", "tie", "consistent")
         )
-        metrics = compute_preference_metrics(np.log(wins) - np.log(losses))
-        metrics["test/comparison/tie"] = float(np.mean([verdict.tie for verdict in verdicts]))
-        metrics["test/comparison/consistent"] = float(
-            np.mean([verdict.consistent for verdict in verdicts])
-        )
-        return metrics
+        return {
+            **compute_preference_metrics(np.log(wins) - np.log(losses)),
+            "test/comparison/tie": float(ties.mean()),
+            "test/comparison/consistent": float(consistent.mean()),
+        }
 
 
 def make_scored_pair(row: Problem, renderer: Any) -> list[Datum]:
@@ -190,12 +182,7 @@ def make_scored_pair(row: Problem, renderer: Any) -> list[Datum]:
         model_input = ModelInput.of(judged.token_ids(), example.images_with_positions())
         tokens = model_input.token_ids()
         mask = np.arange(1, len(tokens) + 1) >= begin
-        datums.append(
-            Datum(
-                model_input,
-                {"target_tokens": [*tokens[1:], 0], "mask": mask},
-            )
-        )
+        datums.append(Datum(model_input, {"target_tokens": [*tokens[1:], 0], "mask": mask}))
     return datums
 
 
@@ -220,7 +207,7 @@ def _make_comparison(row: Problem) -> AnswerComparison:
     return AnswerComparison(row.messages, *get_pair(row))
 
 
-def compute_preference_metrics(margins: np.ndarray) -> dict[str, float]:
+def compute_preference_metrics(margins: np.ndarray) -> Metrics:
     """Return metrics of the log odds [P] that the model gives to the preferred answers: loss,
     margin, accuracy (a tie is half) and calibration error.
     """

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl.config import ShapingSettings
-from rl.rollout import TrajectoryGroup, mean
+from rl.rollout import Metrics, TrajectoryGroup, mean
 
 
 @dataclass
@@ -49,12 +49,10 @@ def overlong_penalty(tokens: int, max_tokens: int, share: float, penalty: float)
     DAPO's soft overlong punishment (arXiv 2503.14476, equation 13) with L_cache = share *
     max_tokens and L_max = max_tokens.
     """
+    if not share:
+        return 0.0
     allowed = (1 - share) * max_tokens
-    return (
-        penalty * max(0.0, min(tokens, max_tokens) - allowed) / (max_tokens - allowed)
-        if share
-        else 0.0
-    )
+    return penalty * max(0.0, min(tokens, max_tokens) - allowed) / (max_tokens - allowed)
 
 
 class RewardShaper:
@@ -68,7 +66,7 @@ class RewardShaper:
         self.settings = settings
         self.max_tokens = max_tokens
         self.statistics = RunningStatistics()
-        self.metrics: dict[str, float] = {}
+        self.metrics: Metrics = {}
 
     def shape_totals(self, groups: Sequence[TrajectoryGroup]) -> list[list[float]]:
         """Return the shaped total rewards [P][G]."""

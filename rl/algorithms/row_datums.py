@@ -13,7 +13,7 @@ from rl.algorithms.update import LossCall, UpdateSums, run_updates
 from rl.config import DataSettings, PreferenceDataSettings, RowLoopSettings
 from rl.data import LengthLimits
 from rl.renderers import renderer_for_row
-from rl.rollout import count_action_tokens, supervised_datum
+from rl.rollout import Metrics, count_action_tokens, supervised_datum
 from rl.types import Datum, Problem
 
 ACCURACY_METRIC = "test/rewards/accuracies"
@@ -55,7 +55,7 @@ def train_pairs(
     *,
     loss: str,
     config: Mapping[str, float],
-) -> tuple[dict[str, float], UpdateSums]:
+) -> tuple[Metrics, UpdateSums]:
     """Train a single pass over pairs of adjacent datums by a loss whose unit is a pair. Return
     metrics, those of `compute_pair_metrics` with the loss as `optim/loss`, and the sums.
     """
@@ -70,9 +70,7 @@ def train_pairs(
     return summarize_means(totals, compute_pair_metrics(totals.sums), datums), totals
 
 
-def summarize_means(
-    totals: UpdateSums, means: dict[str, float], datums: Sequence[Datum]
-) -> dict[str, float]:
+def summarize_means(totals: UpdateSums, means: Metrics, datums: Sequence[Datum]) -> Metrics:
     """Return the metrics of an update whose means over pairs or answers are `means`, with the loss
     as `optim/loss`.
     """
@@ -84,7 +82,7 @@ def summarize_means(
     }
 
 
-def compute_pair_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+def compute_pair_metrics(sums: Mapping[str, float]) -> Metrics:
     """Return a pair loss's sums as means over pairs: loss, `rewards/chosen`, `rejected`, `margins`,
     `accuracies`, and `logps/...` of a loss on logprobs.
     """
@@ -128,7 +126,7 @@ def cut_datum(datum: Datum, longest: int | None) -> Datum:
 
 def evaluate_by_tag(
     rows: Sequence[Problem], evaluate: Callable[[Sequence[Problem]], Mapping[str, float]]
-) -> dict[str, float]:
+) -> Metrics:
     """Return `test/...` of all rows and, if the rows come from several data sets, `test/<tag>/...`
     of each data set.
     """

@@ -16,7 +16,7 @@ from rl.algorithms.update import train_single_pass
 from rl.config import AnswerDataSettings, check_ranges
 from rl.data import ProblemSet
 from rl.renderers import TrainOn, renderer_for_row
-from rl.rollout import supervised_datum
+from rl.rollout import Metrics, supervised_datum
 from rl.types import Datum, Problem
 
 LOSS_METRIC = "test/loss"
@@ -70,42 +70,28 @@ class SFT(RowEvaluator):
         """Return the datum of a row, cut to the data settings' limit."""
         return truncate_datum(self.settings.data, make_response_datum(row, renderer, self.train_on))
 
-    def update(
-        self, models: Models, datums: Sequence[Datum], progress: Progress
-    ) -> dict[str, float]:
+    def update(self, models: Models, datums: Sequence[Datum], progress: Progress) -> Metrics:
         """Update the policy in a single pass. `optim/loss` is the mean negative logprob of a
         trained token.
         """
-        settings = self.settings
         return train_single_pass(
-            models,
-            datums,
-            settings,
-            progress,
-            loss="cross_entropy",
-            config={},
+            models, datums, self.settings, progress, loss="cross_entropy", config={}
         )
 
-    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+    def evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
         """Return `test/loss` (nats per token) and `test/token_accuracy` (share of tokens that are
         the most likely at their position), also of each data set.
         """
         return evaluate_by_tag(rows, lambda members: self._evaluate(members, renderer, models))
 
-    def _evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> dict[str, float]:
+    def _evaluate(self, rows: Sequence[Problem], renderer: Any, models: Models) -> Metrics:
         """Return the metrics of the rows that have a response; {} if none has."""
         rows = [row for row in rows if row.response is not None]
         if not rows:  # held-out problems for sampling may have no response
             return {}
-        sums = (
-            models.policy.forward(
-                self.build_datums(rows, renderer, models, 0),
-                "cross_entropy",
-                {"token_accuracy": 1.0},
-            )
-            .result()
-            .metrics
-        )
+        datums = self.build_datums(rows, renderer, models, 0)
+        config = {"token_accuracy": 1.0}
+        sums = models.policy.forward(datums, "cross_entropy", config).result().metrics
         tokens = max(1.0, sums["weights:sum"])
         return {
             "loss": sums["loss:sum"] / tokens,

@@ -19,7 +19,7 @@ from rl.algorithms.update import (
     make_adam_params,
 )
 from rl.errors import UserError
-from rl.rollout import TrajectoryGroup, count_action_tokens, max_or_nan
+from rl.rollout import Metrics, TrajectoryGroup, count_action_tokens, max_or_nan
 from rl.types import Datum
 
 
@@ -42,8 +42,8 @@ class StreamedStep:
         self.batch_datums: list[Datum] = []
         self._futures: list[Any] = []
         # metrics of each part, with the number of its tokens or of its answers
-        self._correction_metrics: list[tuple[int, dict[str, float]]] = []
-        self._shaping_metrics: list[tuple[int, dict[str, float]]] = []
+        self._correction_metrics: list[tuple[int, Metrics]] = []
+        self._shaping_metrics: list[tuple[int, Metrics]] = []
         self._no_signal_groups: list[
             TrajectoryGroup
         ] = []  # the first group, until a group has a signal
@@ -71,7 +71,7 @@ class StreamedStep:
             self.models.policy.forward_backward(ready, self.method.loss, self.method.loss_config())
         )
 
-    def finish(self) -> dict[str, float]:
+    def finish(self) -> Metrics:
         """Update the policy. Returns the `optim/...` metrics of the whole batch."""
         method, settings = self.method, self.method.settings
         if not self.datums:
@@ -106,9 +106,9 @@ class StreamedStep:
         }
 
 
-def _merge_part_metrics(parts: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:
+def _merge_part_metrics(parts: Sequence[tuple[int, Metrics]]) -> Metrics:
     """Merge the metrics of parts: means weighted by each part's number, maxima of maxima."""
-    merged: dict[str, float] = {}
+    merged: Metrics = {}
     for name in dict.fromkeys(name for _, metrics in parts for name in metrics):
         values = [(number, metrics[name]) for number, metrics in parts if name in metrics]
         total = sum(number for number, _ in values) or 1

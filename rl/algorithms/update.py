@@ -21,7 +21,7 @@ from rl.algorithms.importance_correction import (
 from rl.algorithms.method_interface import Models, Progress
 from rl.config import CorrectionSettings
 from rl.lr_schedule import compute_lr_factor
-from rl.rollout import count_action_tokens, max_or_nan
+from rl.rollout import Metrics, count_action_tokens, max_or_nan
 from rl.types import AdamParams, Datum
 
 Item = TypeVar("Item")
@@ -105,7 +105,7 @@ def weight_by_sequence(datums: Sequence[Datum]) -> list[Datum]:
 
 def apply_truncated_is(
     models: Models, datums: Sequence[Datum], cap: float, temperature: float
-) -> tuple[list[Datum], dict[str, float]]:
+) -> tuple[list[Datum], Metrics]:
     """Apply `correct_datums` per token with only a cap, with ratios taken against the learner
     (TIS, Yao et al. 2025).
 
@@ -137,7 +137,7 @@ def correct_datums(
     *,
     against_learner: bool,
     temperature: float,
-) -> tuple[list[Datum], dict[str, float]]:
+) -> tuple[list[Datum], Metrics]:
     """Weight the datums by a correction, from the learner's logprobs before the step; for
     any policy loss, with a single forward pass.
 
@@ -198,23 +198,18 @@ def compute_remaining_shares(
 
 def correct_by_settings(
     models: Models, datums: Sequence[Datum], settings: Any
-) -> tuple[Sequence[Datum], dict[str, float]]:
+) -> tuple[Sequence[Datum], Metrics]:
     """Return the datums as the section `correction` weights them, and metrics; the same datums and
     {} without a correction.
     """
     options: CorrectionSettings = settings.correction
     if not options.active:
         return datums, {}
-    correction = ImportanceCorrection(
-        options.correction,
-        options.correction_level,
-        options.correction_low,
-        options.correction_high,
-    )
+    names = ("correction", "correction_level", "correction_low", "correction_high")
     return correct_datums(
         models,
         datums,
-        correction,
+        ImportanceCorrection(*(getattr(options, name) for name in names)),
         against_learner=options.against_learner,
         temperature=settings.sampling.temperature,
     )
@@ -285,12 +280,12 @@ class UpdateSums:
 
     def __init__(self, params: AdamParams):
         self.params = params
-        self.sums: dict[str, float] = {}
+        self.sums: Metrics = {}
         self.steps = self.epochs = 0
         self.first_datums: Sequence[Datum] = ()
         self.first_outputs: Sequence[Mapping[str, Any]] = ()
         self._norms: dict[str, list[float]] = {}
-        self._skipped: dict[str, float] = {}
+        self._skipped: Metrics = {}
 
     def take_step(self, models: Models, calls: Sequence[LossCall]) -> None:
         """Take an optimizer step of each model that has a call.
@@ -338,7 +333,7 @@ class UpdateSums:
         """Count skipped steps."""
         self._skipped[reason] = self._skipped.get(reason, 0.0) + count
 
-    def compare_first(self, datums: Sequence[Datum] = ()) -> dict[str, float]:
+    def compare_first(self, datums: Sequence[Datum] = ()) -> Metrics:
         """Compare sampler and learner on the first step's datums, or on `datums`, the same with
         behavior logprobs. Returns {} if there are none.
         """
@@ -348,7 +343,7 @@ class UpdateSums:
         outputs = [output["logprobs"].array for output in self.first_outputs]
         return compare_sampler_and_learner(datums, outputs)
 
-    def summarize(self) -> dict[str, float]:
+    def summarize(self) -> Metrics:
         """Return the metrics that do not depend on the loss: learning rate, largest gradient norm,
         skipped steps, and of a mixture of experts the share of rerouted tokens and the mean
         load-balancing loss.
@@ -409,7 +404,7 @@ def train_single_pass(
     normalise: str = "tokens",
     behavior_datums: Sequence[Datum] = (),
     rows: Sequence[int] = (),
-) -> dict[str, float]:
+) -> Metrics:
     """Train a single pass over the data in `num_substeps` optimizer steps: the default `update`.
     Returns `optim/...` metrics.
 
@@ -457,7 +452,7 @@ def has_gradient(datums: Sequence[Datum], loss: str, config: Mapping[str, float]
 
 def compute_loss_metrics(
     sums: Mapping[str, float], datums: Sequence[Datum], normalise: str
-) -> dict[str, float]:
+) -> Metrics:
     """Return means over action tokens.
 
     Under "sequence_means" the loss, which is already a mean over each sequence's tokens, is
@@ -471,7 +466,7 @@ def compute_loss_metrics(
     return {name: loss / count, "optim/tokens": tokens, **compute_token_means(sums, tokens)}
 
 
-def compute_token_means(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+def compute_token_means(sums: Mapping[str, float], tokens: int) -> Metrics:
     """Return the metrics that are means over `tokens` tokens, and the share of clipped tokens."""
     names = {
         "entropy": "policy_entropy",
@@ -491,9 +486,7 @@ def compute_token_means(sums: Mapping[str, float], tokens: int) -> dict[str, flo
     return metrics
 
 
-def compare_sampler_and_learner(
-    datums: Sequence[Datum], logprobs: Sequence[Any]
-) -> dict[str, float]:
+def compare_sampler_and_learner(datums: Sequence[Datum], logprobs: Sequence[Any]) -> Metrics:
     """Compare the sampler's logprobs q with the learner's logprobs p over action tokens, with d = q
     - p.
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl.rewards import Scorer, resolve_reward
-from rl.rollout import EpisodeFailed
+from rl.rollout import EpisodeFailed, Metrics
 
 # By process (episodes are forked), name and settings of the reward.
 _scorers: dict[tuple[int, str, str], Scorer] = {}
@@ -18,7 +18,7 @@ _lock = threading.Lock()
 
 def grade_answer(
     name: str, question: str, answer: str, row: Mapping[str, Any], config: str = "{}"
-) -> tuple[float, dict[str, float]]:
+) -> tuple[float, Metrics]:
     """Return the score of an answer by the reward `name`, and metrics: `correct`, and the reward's
     metrics. `config` is the reward's settings as JSON.
 

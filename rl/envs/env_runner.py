@@ -43,10 +43,8 @@ class EpisodeStart:
 def make_environment(spec: EnvironmentSpec, task: EpisodeTask) -> Environment:
     """Return an environment for this task, with its random generator, that has not started."""
     environment = spec.make()
-    environment.row = dict(task.row)
-    environment.seed = task.seed
-    environment.member = task.member
-    environment.calls = []
+    environment.row, environment.calls = dict(task.row), []
+    environment.seed, environment.member = task.seed, task.member
     environment.rng = random.Random(task.seed)
     return environment
 
@@ -129,7 +127,12 @@ def encode_result(result: Any) -> dict[str, Any]:
         }
     if isinstance(result, TurnResult):
         turn = {item.name: getattr(result, item.name) for item in fields(result)}
-        return {"turn": turn | {name: _encode_by_seat(turn[name]) for name in PER_SEAT_FIELDS}}
+        for name in PER_SEAT_FIELDS:
+            # pairs, because JSON has no integer keys; validation rejects any other value's text
+            of_seats = turn[name]
+            pairs = isinstance(of_seats, Mapping)
+            turn[name] = list(of_seats.items()) if pairs else str(of_seats)
+        return {"turn": turn}
     return {"value": result}
 
 
@@ -147,14 +150,3 @@ def decode_result(encoded: Mapping[str, Any]) -> Any:
             turn[name] = dict(turn[name]) if isinstance(turn[name], list) else turn[name]
         return TurnResult(**turn)
     return encoded["value"]
-
-
-def _encode_by_seat(by_seat: Any) -> Any:
-    """Convert a mapping by seat to pairs, because JSON has no integer keys. Any other value becomes
-    a text, which is rejected later, in validation.
-    """
-    return (
-        [[seat, of_seat] for seat, of_seat in by_seat.items()]
-        if isinstance(by_seat, Mapping)
-        else str(by_seat)
-    )

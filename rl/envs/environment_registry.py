@@ -425,15 +425,11 @@ def _load_class(spec: str) -> type:
         issubclass(target, Environment) or hasattr(target, "reset")
     ):
         environments = {
-            key: value
+            key: value.__module__ == module.__name__  # whether it is defined there
             for key, value in sorted(vars(module).items())
-            if isinstance(value, type)
-            and issubclass(value, Environment)
-            and value is not Environment
+            if isinstance(value, type) and issubclass(value, Environment) and value != Environment
         }
-        choices = [
-            key for key, value in environments.items() if value.__module__ == module.__name__
-        ] or list(environments)
+        choices = [key for key, is_local in environments.items() if is_local] or list(environments)
         closest = nearest_name(attribute, choices)
         hint = f"did you mean {closest!r}? " if closest else ""
         raise UserError(

@@ -4,6 +4,7 @@ limits, and report failures.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from rl.envs.step_validation import (
 )
 from rl.envs.tools import ToolCall
 from rl.renderers import Renderer, format_with_calls
-from rl.rollout import Env, EnvCall, EnvGroupBuilder, EnvThread, EpisodeFailed, StepResult
+from rl.rollout import Env, EnvCall, EnvGroupBuilder, EnvThread, EpisodeFailed, Metrics, StepResult
 from rl.seed import derive_seed
 from rl.types import Message, ModelInput, Problem, SampledSequence
 
@@ -150,7 +151,7 @@ class SharedGroupData:
     def __init__(self, group: EnvironmentGroup):
         self.spec, self.task = group.spec, EpisodeTask(group.row, group.seed)
         self._channel: Any = None
-        self._users = 0
+        self._users, self._users_lock = 0, threading.Lock()
         name = f"the environment {group.spec.name}, what row {group.problem_index} shares,"
         self._thread = EnvThread(group.limits.seconds, name, self.kill_process)
         self._call = self._thread.submit(self._compute) if self.spec.has_shared_data else None
@@ -164,12 +165,13 @@ class SharedGroupData:
         return SubprocessRunner(label, task, self._fork)
 
     def release(self) -> None:
-        """Release the shared object for an ended episode; the last release ends the shared
-        process.
+        """Release the shared object for an episode that is closed; the last release ends the shared
+        process, and the episodes that were forked from it. Called by the episodes' threads.
         """
-        self._users -= 1
-        if self._users <= 0:
-            self._thread.finish(self.kill_process)
+        with self._users_lock:
+            self._users -= 1
+            if self._users <= 0:
+                self._thread.finish(self.kill_process)
 
     def kill_process(self) -> None:
         """Kill the shared process, if any."""
@@ -210,12 +212,14 @@ class MessageEnv(Env):
         self.tools: Mapping[str, Mapping[str, Any]] = {}
         self.calls: list[ToolCall] = []
         self.turns = 0
+        self._is_started = False
         self.conversations: dict[int, _Conversation] = {}
 
     # ------------------------------------------------------------------------ called by the rollout
 
     def initial_observation(self) -> EnvCall:
         """Start the environment; the returned call waits for the first prompt."""
+        self._is_started = True
         return self.thread.submit(self.runner.start, self._begin)
 
     def step(self, action: SampledSequence) -> EnvCall:
@@ -247,9 +251,11 @@ class MessageEnv(Env):
         return StepResult(0.0, True, metrics=self._episode_metrics(truncated=True))
 
     def close(self) -> None:
-        """Close the environment without waiting, and release the shared object."""
-        self.thread.finish(self.runner.close)
-        self.shared.release()
+        """Close the environment without waiting, then release the shared object."""
+        if self._is_started:
+            self.thread.finish(self.runner.close, self.shared.release)
+        else:
+            self.shared.release()
 
     # ------------------------------------------------------------------------------ process results
 
@@ -316,7 +322,7 @@ class MessageEnv(Env):
         }
         return result
 
-    def _episode_metrics(self, truncated: bool) -> dict[str, float]:
+    def _episode_metrics(self, truncated: bool) -> Metrics:
         """Return the metrics of the complete episode."""
         metrics = {"truncated": float(truncated)}
         if self.tools:

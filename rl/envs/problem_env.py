@@ -4,10 +4,11 @@ the episode, and a reward scores the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from rl.images import content_to_text, has_images
+from rl.images import content_to_text, replace_images
 from rl.renderers import Renderer, renderer_for_row
 from rl.rewards import (
     CONVERSATION,
@@ -73,38 +74,23 @@ class ProblemEnv(Env):
         return self.builder.scored.make_item(response, action.num_tokens, action.stop_reason)
 
 
-class _DecodedLogs(dict[str, Any]):
-    """Hold the logs of an answer, a dict whose "response" is decoded when a value is first read."""
+class _DecodedLogs(Mapping[str, Any]):
+    """Hold the logs of an answer, whose "response" is decoded when it is first read."""
 
     def __init__(self, logs: Mapping[str, Any], decode: Callable[[], str]):
-        super().__init__(logs)
-        self.decode: Callable[[], str] | None = decode
+        self._logs, self._decode = dict(logs), cache(decode)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._decode() if name == "response" else self._logs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._logs)
+
+    def __len__(self) -> int:
+        return len(self._logs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
-
-
-def _decode_before(name: str) -> Callable[..., Any]:
-    """Return a method of dict that decodes the response first."""
-    method = getattr(dict, name)
-
-    def call(logs: _DecodedLogs, *arguments: Any, **named: Any) -> Any:
-        decode = logs.decode
-        if decode is not None:
-            dict.__setitem__(logs, "response", decode())
-            logs.decode = None
-        return method(logs, *arguments, **named)
-
-    return call
-
-
-# with its own __iter__, dict() and ** read a dict by __getitem__
-for _name in (
-    *("__getitem__", "__iter__", "__eq__", "__ne__", "__or__", "__ror__", "__repr__"),
-    *("get", "items", "values", "copy", "pop", "popitem", "setdefault", "update", "clear"),
-    *("__setitem__", "__delitem__", "__ior__"),
-):
-    setattr(_DecodedLogs, _name, _decode_before(_name))
 
 
 class ProblemGroupBuilder(EnvGroupBuilder):
@@ -123,21 +109,24 @@ class ProblemGroupBuilder(EnvGroupBuilder):
     ):
         self.problem = problem
         self.group_size = group_size
-        self.renderer = renderer
+        self.renderer = renderer_for_row(renderer, problem)
         self.scorer = scorer
         self.tag = problem.tag
         self.problem_index = problem.index
         self.meta = problem.meta
-        prompt = renderer_for_row(renderer, problem).build_generation_prompt(problem.messages)
+        prompt = self.renderer.build_generation_prompt(problem.messages)
         self.prompt = prompt.with_arrays()
         self.prompt_text = last_user_text(problem.messages)
-        self.stop = renderer.get_stop_sequences()
+        self.stop = self.renderer.get_stop_sequences()
         answer = problem.meta.get("answer", problem.meta.get("expected_answer"))
         self.expected = {} if answer is None else {"answer": str(answer)}
         self.scored = make_scored_problem(problem, None if scorer is None else scorer.reward)
         self.rank_scores = rank_scores
-        # pickled once for all answers; None: rank 0 scores them
-        self.scoring = None if rank_scores is None else rank_scores.make_task(self.scored)
+        # Pickled once for all answers; None: rank 0 scores them. The ranks' renderer does not know
+        # the tools of a row, by which calls are parsed.
+        self.scoring = (
+            None if rank_scores is None or problem.tools else rank_scores.make_task(self.scored)
+        )
 
     def make_envs(self) -> list[ProblemEnv]:
         """Return an environment for each member."""
@@ -151,20 +140,10 @@ def make_scored_problem(problem: Problem, reward: Reward | None) -> ScoredProble
     """
     meta: Mapping[str, Any] = problem.meta
     if reward is not None and reward.batched and problem.chat:
-        meta = {**meta, CONVERSATION: _remove_images(problem.messages)}
+        meta = {**meta, CONVERSATION: replace_images(problem.messages)}
     takes_episodes = reward is not None and reward.episode
-    messages = _remove_images(problem.messages) if takes_episodes else None
+    messages = replace_images(problem.messages) if takes_episodes else None
     return ScoredProblem(last_user_text(problem.messages), meta, messages, problem.tag)
-
-
-def _remove_images(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages without images, as a reward receives them."""
-    return [
-        {**message, "content": content_to_text(message["content"])}
-        if has_images([message])
-        else message
-        for message in messages
-    ]
 
 
 def last_user_text(messages: Sequence[Message]) -> str:

@@ -97,20 +97,16 @@ def _check_numbers(value: Any, field_name: str) -> dict[str, float]:
             f"gave the {field_name} {describe_value(value)}; a mapping of names to numbers is "
             "expected"
         )
-    return {
-        _check_name(key, field_name): _check_number(number, f"{field_name} {_safe_repr(key)}")
-        for key, number in value.items()
-    }
-
-
-def _check_name(value: Any, field_name: str) -> str:
-    """Return a metric's name as a str. Raises InvalidResult if it cannot be converted."""
-    try:
-        return str(value)
-    except Exception as error:  # boundary
-        raise InvalidResult(
-            f"gave the {field_name} a name that is not a text: {describe_value(value)}"
-        ) from error
+    numbers = {}
+    for key, number in value.items():
+        try:
+            name = str(key)
+        except Exception as error:  # boundary
+            raise InvalidResult(
+                f"gave the {field_name} a name that is not a text: {describe_value(key)}"
+            ) from error
+        numbers[name] = _check_number(number, f"{field_name} {_safe_repr(key)}")
+    return numbers
 
 
 def _check_json(value: Any) -> Any:

@@ -65,19 +65,15 @@ def tool(
     return Tool(function, seconds, characters)
 
 
-def as_tool(value: Any) -> Tool:
-    """Return a Tool unchanged, and a function as a Tool. Raises UserError for any other value."""
-    if isinstance(value, Tool):
-        return value
-    if not callable(value):
-        raise UserError(f"a tool is a function, got {value!r}")
-    return Tool(value)
-
-
 def index_tools(values: Iterable[Any]) -> dict[str, Tool]:
-    """Return tools by their names. Raises UserError for two of the same name."""
+    """Return Tools and functions as tools by their names. Raises UserError for two of the same
+    name, and for any other value.
+    """
     tools: dict[str, Tool] = {}
-    for item in map(as_tool, values):
+    for value in values:
+        if not (isinstance(value, Tool) or callable(value)):
+            raise UserError(f"a tool is a function, got {value!r}")
+        item = value if isinstance(value, Tool) else Tool(value)
         if item.name in tools:
             raise UserError(
                 f"two tools are named {item.name!r}, and a model calls a tool by its name: define "
@@ -143,23 +139,10 @@ def run_calls(answer: Message, tools: Mapping[str, Tool], *, forks: bool = False
         if started is not None:
             _collect_result(call, started)
     for bad in answer.get("unparsed_tool_calls") or ():
-        calls.append(
-            ToolCall(
-                "",
-                {},
-                error=(
-                    f"the call {sanitize_text(bad['raw_text'], 200)} "
-                    f"{_format_parse_error(bad['error'])}"
-                ),
-                malformed=True,
-            )
-        )
+        raw_text, why = sanitize_text(bad["raw_text"], 200), bad["error"]
+        why = why if why.startswith("was ") else f"is not a valid call: {why}"
+        calls.append(ToolCall("", {}, error=f"the call {raw_text} {why}", malformed=True))
     return calls
-
-
-def _format_parse_error(error: str) -> str:
-    """Return a parser's error as the end of a sentence about the call."""
-    return error if error.startswith("was ") else f"is not a valid call: {error}"
 
 
 def _start_call(call: ToolCall, tools: Mapping[str, Tool], forks: bool) -> EnvCall | None:

@@ -13,6 +13,7 @@ from rl.images.image_input import (
     is_image_part,
     make_image_chunk,
     open_image,
+    replace_images,
     to_data_url,
 )
 from rl.images.image_reader import (
@@ -28,6 +29,7 @@ __all__ = [
     "IMAGE_KEYS",
     "ImageReader",
     "make_image_chunk",
+    "replace_images",
     "has_images",
     "get_image",
     "is_image_part",

@@ -15,7 +15,7 @@ from urllib.request import url2pathname
 import numpy as np
 
 from rl.errors import UserError
-from rl.types import ImageChunk
+from rl.types import ImageChunk, Message, Messages
 
 # The types of a content part that is an image, and the keys that may hold the image, the usual key
 # first.
@@ -55,6 +55,16 @@ def content_to_text(content: Any) -> str:
         else ""
         for part in content
     )
+
+
+def replace_images(messages: Messages) -> list[Message]:
+    """Return messages in which each content with images is a text, as a reward receives them."""
+    return [
+        {**message, "content": content_to_text(message["content"])}
+        if has_images([message])
+        else message
+        for message in messages
+    ]
 
 
 def get_image(part: Mapping[str, Any]) -> Any:

@@ -69,8 +69,9 @@ class OpenEnv(Environment):
         """Send an action and return the observation."""
         text = str(answer["content"])
         action: Any = {self.action: text}
+        metrics = {}
         if self.action == "json":
-            reason = ""
+            metrics, reason = {"malformed_action": 0.0}, ""
             try:
                 action = json.loads(text)
             except ValueError as error:
@@ -85,6 +86,7 @@ class OpenEnv(Environment):
             text_shown or "(nothing)",
             float(result.reward or 0.0),
             done,
+            metrics=metrics,
             logs={"observation": result.observation} if done else {},
         )
 
@@ -104,14 +106,10 @@ class OpenEnv(Environment):
             return "\n".join(
                 v if isinstance(v, str) else json.dumps(v, default=str) for v in values
             )
-        texts = [
-            value for value in observation.values() if isinstance(value, str) and value.strip()
-        ]
-        return (
-            "\n".join(texts)
-            if texts
-            else (json.dumps(dict(observation), default=str) if observation else "")
-        )
+        texts = [v for v in observation.values() if isinstance(v, str) and v.strip()]
+        if observation and not texts:
+            return json.dumps(dict(observation), default=str)
+        return "\n".join(texts)
 
     def close(self) -> None:
         """Close the connection, if it was opened."""

@@ -87,15 +87,16 @@ class TextArena(Environment):
 
     acting_player = 0
 
+    @property
+    def models(self) -> list[str]:
+        """Return the player of the other seats, unless it is the policy or random."""
+        return [] if self.others in ("policy", "random") else [self.others]
+
     def start(self) -> TurnResult:
         """Reset the game and return the first observation of the policy."""
         self.wrapped_env = self.arena.make(self.game, **parse_json_options(self.config, "config"))
-        for module in [
-            loaded
-            for name, loaded in list(sys.modules.items())
-            if name.split(".")[0] == "textarena"
-        ]:
-            if vars(module).get("random") is random:
+        for name, module in list(sys.modules.items()):
+            if name.split(".")[0] == "textarena" and vars(module).get("random") is random:
                 vars(module)["random"] = _thread_local_random
         count = self._reset()
         mine = (self.seat if self.seat >= 0 else self.member) % count
@@ -177,23 +178,19 @@ class TextArena(Environment):
         earned = {int(player): float(reward) for player, reward in (rewards or {}).items()}
         # The player of the last answer; the game may have advanced to another player.
         acted = self.acting_player
+        details = (info or {}).get(acted, {})
         won = {player: float(reward >= 1.0) for player, reward in earned.items()}
         paid = won if self.wins_only else earned
         metrics = {
             "won": won.get(acted, 0.0),
-            "invalid_move": float(bool((info or {}).get(acted, {}).get("invalid_move"))),
+            "invalid_move": float(bool(details.get("invalid_move"))),
         }
-        turns = to_float((info or {}).get(acted, {}).get("turn_count"))
+        turns = to_float(details.get("turn_count"))
         metrics |= {} if turns is None else {"moves": turns}
-        others = {
-            player: reward
-            for player, reward in paid.items()
-            if player != acted and self.policy_player is None
-        }
         logs = {"rewards": {str(player): reward for player, reward in earned.items()}}
-        return TurnResult(
-            reward=paid.get(acted, 0.0), done=True, metrics=metrics, rewards=others, logs=logs
-        )
+        reward = paid.pop(acted, 0.0)
+        others = paid if self.policy_player is None else {}
+        return TurnResult(reward=reward, done=True, metrics=metrics, rewards=others, logs=logs)
 
     def close(self) -> None:
         """Do nothing: textarena's close was already called, since it returns the rewards."""

@@ -26,6 +26,7 @@ from rl.rollout import (
     EnvThread,
     EpisodeFailed,
     EventLoopThread,
+    Metrics,
     StepResult,
     Trajectory,
 )
@@ -108,7 +109,7 @@ class TinkerGroup(EnvGroupBuilder):
 
     def compute_group_rewards(
         self, trajectories_G: Sequence[Trajectory]
-    ) -> list[tuple[float, dict[str, float]]]:
+    ) -> list[tuple[float, Metrics]]:
         """Return the builder's group rewards for the trained episodes, then clean up. Raises
         EpisodeFailed if the rewards are invalid.
         """
@@ -325,7 +326,7 @@ def _finite_number(value: Any) -> float:
     return number
 
 
-def _finite_numbers(values: Any) -> dict[str, float]:
+def _finite_numbers(values: Any) -> Metrics:
     """Return a dict of finite floats by name."""
     return {str(key): _finite_number(value) for key, value in dict(values).items()}
 
@@ -343,31 +344,21 @@ def _convert_trajectory(trajectory: Trajectory) -> Any:
         _import_optional(name)
         for name in ("tinker_cookbook.rl.types", "tinker_cookbook.completers", "tinker")
     )
+
+    def convert(ob: ModelInput) -> Any:
+        return ob if tinker is None else tinker.ModelInput.from_ints(ob.to_ints())
+
     turns = []
     for turn in trajectory.transitions:
         tokens, logprobs = list(turn.ac.tokens), list(turn.ac.logprobs or ())
-        ob = turn.ob if tinker is None else tinker.ModelInput.from_ints(turn.ob.to_ints())
+        ob = convert(turn.ob)
         kind = SimpleNamespace if completers is None else completers.TokensWithLogprobs
         ac = kind(tokens=tokens, maybe_logprobs=logprobs, stop_reason=turn.ac.stop_reason)
         make = SimpleNamespace if types is None else types.Transition
-        turns.append(
-            make(
-                ob=ob,
-                ac=ac,
-                reward=turn.reward,
-                episode_done=turn.episode_done,
-                metrics=turn.metrics,
-                logs=turn.logs,
-            )
-        )
-    final = (
-        trajectory.final_ob
-        if tinker is None
-        else tinker.ModelInput.from_ints(trajectory.final_ob.to_ints())
-    )
-    return (SimpleNamespace if types is None else types.Trajectory)(
-        transitions=turns, final_ob=final
-    )
+        names = ("reward", "episode_done", "metrics", "logs")
+        turns.append(make(ob=ob, ac=ac, **{name: getattr(turn, name) for name in names}))
+    make = SimpleNamespace if types is None else types.Trajectory
+    return make(transitions=turns, final_ob=convert(trajectory.final_ob))
 
 
 def _import_optional(name: str) -> Any:

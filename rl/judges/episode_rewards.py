@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl.images import content_to_text, has_images
+from rl.images import content_to_text, replace_images
 from rl.rewards import Episode, EpisodeTurn, PendingScore, Scorer
 from rl.rollout import RolloutBatch, Trajectory
 from rl.types import Message
@@ -25,15 +25,11 @@ def make_episode(trajectory: Trajectory, tag: str = "problem") -> Episode:
         if number and "new_messages" not in logs and "messages" in logs:
             messages = []  # this turn's log holds the whole conversation so far
         messages += [dict(message) for message in new_messages]
-        messages.append({"role": "assistant", "content": str(logs.get("response", ""))})
+        response, action = str(logs.get("response", "")), transition.ac
+        messages.append({"role": "assistant", "content": response})
+        metrics = dict(transition.metrics)
         turns.append(
-            EpisodeTurn(
-                str(logs.get("response", "")),
-                transition.reward,
-                transition.ac.num_tokens,
-                transition.ac.stop_reason,
-                dict(transition.metrics),
-            )
+            EpisodeTurn(response, transition.reward, action.num_tokens, action.stop_reason, metrics)
         )
     return Episode(messages, turns, tag)
 
@@ -53,8 +49,9 @@ def add_episode_rewards(
     pending: list[list[PendingScore]] = []
     for group in rollouts.groups:
         episodes = [
-            _remove_images(make_episode(trajectory, group.tag))
+            replace(episode, messages=replace_images(episode.messages))
             for trajectory in group.trajectories_G
+            for episode in [make_episode(trajectory, group.tag)]
         ]
         pending.append(
             [scorer.submit(_find_prompt(e), e.turns[-1].response, group.meta, e) for e in episodes]
@@ -83,14 +80,3 @@ def _find_prompt(episode: Episode) -> str:
     """Return the last message of the user."""
     messages = reversed(episode.messages)
     return next((content_to_text(m["content"]) for m in messages if m["role"] == "user"), "")
-
-
-def _remove_images(episode: Episode) -> Episode:
-    """Return the episode with [image] in the place of each image."""
-    messages = [
-        {**message, "content": content_to_text(message["content"])}
-        if has_images([message])
-        else message
-        for message in episode.messages
-    ]
-    return replace(episode, messages=messages)

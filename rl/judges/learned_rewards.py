@@ -27,7 +27,7 @@ from rl.judges.reward_scores import (
 )
 from rl.renderers import ConversationRenderer, Renderer
 from rl.rewards import Score
-from rl.rollout import RolloutBatch, TrajectoryGroup, Transition
+from rl.rollout import Metrics, RolloutBatch, TrajectoryGroup, Transition
 from rl.types import Message, ModelInput
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class LearnedRewards:
     other_weight: float
     seconds: float = 0.0
 
-    def take_seconds(self) -> dict[str, float]:
+    def take_seconds(self) -> Metrics:
         """Return the seconds spent on judging since the last call."""
         taken, self.seconds = {"learned": self.seconds}, 0.0
         return taken
@@ -249,15 +249,13 @@ class LearnedRewards:
     ) -> TrajectoryGroup:
         """Return the group's `members` with their scores added."""
         environment_G = group.get_total_rewards()
-        trajectories, finals, metrics = [], [], []
+        weight, trajectories, finals, metrics = self.other_weight, [], [], []
         for i in members:
             trajectory, reward = group.trajectories_G[i], scores_G[i].reward
             assert reward is not None  # `members` have a reward
-            turns = [
-                replace(t, reward=t.reward * self.other_weight) for t in trajectory.transitions
-            ]
+            turns = [replace(turn, reward=turn.reward * weight) for turn in trajectory.transitions]
             trajectories.append(replace(trajectory, transitions=turns))
-            finals.append(group.final_rewards_G[i] * self.other_weight + reward)
+            finals.append(group.final_rewards_G[i] * weight + reward)
             judged = {"reward/learned": reward, "reward/given": environment_G[i]}
             metrics.append({**group.metrics_G[i], **scores_G[i].metrics, **judged})
         return replace(

@@ -51,6 +51,13 @@ class APIRequestError(Exception):
         return "Start the server again and continue the run with --resume"
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Turn a redirect into an HTTPError: the next server would get the key, and no body."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
 class OpenAIClient:
     """Send conversations and sequences of tokens to a server.
 
@@ -63,6 +70,9 @@ class OpenAIClient:
         self.url = base.rstrip("/")
         if not urllib.parse.urlsplit(self.url).path:
             self.url += "/v1"
+        self._opener = urllib.request.build_opener(_NoRedirects)
+        # the field of the maximum length: OpenAI's newer models take another than most servers
+        self._length_field = "max_tokens"
 
     def find_model(self) -> None:
         """Find out the model of an address that names none. Raises UserError if the server does
@@ -91,8 +101,9 @@ class OpenAIClient:
     ) -> list[dict[str, Any] | APIRequestError]:
         """Return the server's choice for each conversation, or the error of one without a reply.
 
-        `seeds`: the `seed` of each request. `fields`: further fields of the requests. Raises
-        UserError if no conversation has a reply.
+        `seeds`: the `seed` of each request. `fields`: further fields of the requests; `max_tokens`
+        is sent as `max_completion_tokens` to a server that asks for it. Raises UserError if no
+        conversation has a reply.
         """
         bodies = [
             {"messages": list(prompt), "seed": seed, **fields}
@@ -146,7 +157,7 @@ class OpenAIClient:
             if len(failures) >= _CONCURRENT_REQUESTS and not successes:
                 return failures[0]
             try:
-                choice = self._send(path, {"model": self.model, **body})["choices"][0]
+                choice = self._send_completion(path, {"model": self.model, **body})["choices"][0]
                 if not isinstance(choice, dict):
                     raise TypeError("a choice is an object")
             except (APIRequestError, KeyError, IndexError, TypeError) as error:
@@ -160,6 +171,21 @@ class OpenAIClient:
         with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
             return list(pool.map(request, bodies))
 
+    def _send_completion(self, path: str, body: dict[str, Any]) -> Any:
+        """Return the JSON reply of a POST, with the maximum length in the field that the server
+        takes.
+        """
+        while True:
+            field = self._length_field
+            renamed = {field if name == "max_tokens" else name: v for name, v in body.items()}
+            try:
+                return self._send(path, renamed)
+            except APIRequestError as error:
+                other = "max_completion_tokens"
+                if field == other or error.status != 400 or other not in str(error):
+                    raise
+                self._length_field = other
+
     def _send(
         self, path: str, body: dict[str, Any] | None = None, seconds: float = _REQUEST_SECONDS
     ) -> Any:
@@ -171,7 +197,7 @@ class OpenAIClient:
         for wait in (*_RETRY_SECONDS, None):
             request = urllib.request.Request(self.url + path, data, headers)
             try:
-                with urllib.request.urlopen(request, timeout=seconds) as reply:
+                with self._opener.open(request, timeout=seconds) as reply:
                     content = reply.read()
                 break
             except urllib.error.HTTPError as error:
@@ -193,6 +219,9 @@ class OpenAIClient:
 
 def _read_http_error(error: urllib.error.HTTPError) -> APIRequestError:
     """Return the error with the first characters of the reply, which may be cut off."""
+    if location := error.headers.get("Location"):
+        text = f"a redirect to {location}, which is not followed: set the address behind it"
+        return APIRequestError(f"HTTP {error.code}: {text}", error.code)
     try:
         text = error.read(10_000).decode("utf-8", "replace")[:_TEXT_LIMIT]
     except (OSError, http.client.HTTPException):

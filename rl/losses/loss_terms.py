@@ -16,6 +16,7 @@ weights entropy and KL at its tokens (for a sequence's mean: 1 over its number o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ Config = Mapping[str, Any]
 Metrics = dict[str, Tensor]
 
 _MAX_K3_EXPONENT = 60.0
+# beyond which k3_pathwise continues as a straight line, so that its gradients have a finite norm
+_MAX_PATHWISE_EXPONENT = 20.0
 KL_KINDS = ("k1", "k2", "k3", "k3_pathwise")
 TERM_CONFIG = ("entropy_coef", "kl_coef", "kl_kind", "value_coef", "value_clip")
 MASK_FIELDS = ("mask", "sequence_ratio_mask")
@@ -110,7 +113,7 @@ def estimate_kl(
     r). On policy r is 1.
 
     `k3_pathwise` is k3 differentiated as written and not weighted, as in GRPO (arXiv 2402.03300,
-    equation 4): for comparisons. Raises ValueError if the kind is unknown.
+    equation 4), linear below g = -20: for comparisons. Raises ValueError if the kind is unknown.
     """
     gap_T = logp_T - ref_T
     k2_T = 0.5 * gap_T * gap_T
@@ -122,7 +125,9 @@ def estimate_kl(
         case "k3":  # the value has no gradient and must not overflow
             value_T = torch.expm1((-gap_T).clamp(max=_MAX_K3_EXPONENT)) + gap_T
         case "k3_pathwise":
-            value_T = torch.expm1(-gap_T) + gap_T
+            capped_T = (-gap_T).clamp(max=_MAX_PATHWISE_EXPONENT)
+            beyond_T = (-gap_T).clamp(min=_MAX_PATHWISE_EXPONENT) - _MAX_PATHWISE_EXPONENT
+            value_T = torch.expm1(capped_T) + math.exp(_MAX_PATHWISE_EXPONENT) * beyond_T + gap_T
         case _:
             raise ValueError(f"unknown kl_kind {kind!r}: expected {', '.join(KL_KINDS)}")
     if kind == "k3_pathwise":

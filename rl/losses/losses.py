@@ -61,6 +61,12 @@ from rl.losses.loss_terms import (
 LossFn = Callable[[Tensor, Tensor, Inputs, Tensor, Config], tuple[Tensor, Metrics]]
 
 
+def _select_trained(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return (the trained tokens, bool [T]; their advantages, 0 elsewhere, [T])."""
+    active_T = get_trained_mask(inputs)
+    return active_T, select_masked(active_T, inputs["advantages"])
+
+
 def _log_ratio(logp_T: Tensor, inputs: Inputs, active_T: Tensor) -> Tensor:
     """Return lp - q at active tokens, 0 elsewhere.
 
@@ -79,23 +85,19 @@ def _clip_bounds(inputs: Inputs, config: Config) -> tuple[Tensor | float, Tensor
     return low, high
 
 
-def _clip(ratio_T: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
-    """Return the ratio clipped to [low, high]."""
+def _clip(
+    ratio_T: Tensor, gap_T: Tensor, active_T: Tensor, inputs: Inputs, config: Config
+) -> tuple[Tensor, Metrics]:
+    """Return (the ratio clipped to the thresholds; the counts of active tokens and of those with a
+    ratio e^gap outside the thresholds).
+    """
+    low, high = _clip_bounds(inputs, config)
     low_t, high_t = (
         bound.to(ratio_T.dtype) if isinstance(bound, Tensor) else ratio_T.new_full((), bound)
         for bound in (low, high)
     )
-    return torch.minimum(torch.maximum(ratio_T, low_t), high_t)
-
-
-def _clip_metrics(
-    gap_T: Tensor, low: Tensor | float, high: Tensor | float, active_T: Tensor
-) -> Metrics:
-    """Return the counts of active tokens and of those with a ratio e^gap outside the
-    thresholds.
-    """
     ratio = gap_T.detach().exp()
-    return {
+    return torch.minimum(torch.maximum(ratio_T, low_t), high_t), {
         "clipped_low:sum": (active_T & (ratio < low)).sum(),
         "clipped_high:sum": (active_T & (ratio > high)).sum(),
         "active_tokens:sum": active_T.sum(),
@@ -111,13 +113,10 @@ def cross_entropy(
     entropy_T then marks these tokens.
     """
     weights = inputs["weights"] if "weights" in inputs else torch.ones_like(logp_T)
-    loss = -(select_masked(weights != 0, logp_T) * weights).sum()
-    accuracy = (
-        {"argmax_match:sum": select_masked(weights != 0, entropy_T).sum()}
-        if config.get("token_accuracy")
-        else {}
-    )
-    return loss, {"weights:sum": weights.sum(), **accuracy}
+    metrics = {"weights:sum": weights.sum()}
+    if config.get("token_accuracy"):
+        metrics["argmax_match:sum"] = select_masked(weights != 0, entropy_T).sum()
+    return -(select_masked(weights != 0, logp_T) * weights).sum(), metrics
 
 
 def importance_sampling(
@@ -126,8 +125,7 @@ def importance_sampling(
     """Compute -sum r A. Without behavior logprobs this is REINFORCE (r = 1, its gradient A grad
     lp).
     """
-    active_T = get_trained_mask(inputs)
-    advantages_T = select_masked(active_T, inputs["advantages"])
+    active_T, advantages_T = _select_trained(inputs)
     ratio_T = _log_ratio(logp_T, inputs, advantages_T != 0).exp()
     return -(ratio_T * advantages_T).sum(), {"active_tokens:sum": active_T.sum()}
 
@@ -139,13 +137,11 @@ def ppo(
 
     The datum may hold a threshold per token.
     """
-    active_T = get_trained_mask(inputs)
-    advantages_T = select_masked(active_T, inputs["advantages"])
+    active_T, advantages_T = _select_trained(inputs)
     gap_T = _log_ratio(logp_T, inputs, active_T)
     ratio_T = select_masked(advantages_T != 0, gap_T).exp()
-    low, high = _clip_bounds(inputs, config)
-    objective_T = torch.minimum(ratio_T * advantages_T, _clip(ratio_T, low, high) * advantages_T)
-    return -objective_T.sum(), _clip_metrics(gap_T, low, high, active_T)
+    clipped_T, metrics = _clip(ratio_T, gap_T, active_T, inputs, config)
+    return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).sum(), metrics
 
 
 def cispo(
@@ -154,13 +150,11 @@ def cispo(
     """Compute -sum sg(clip(r, lo, hi)) lp A (CISPO, arXiv 2506.13585, equation 4): clipped tokens
     keep a gradient.
     """
-    active_T = get_trained_mask(inputs)
-    advantages_T = select_masked(active_T, inputs["advantages"])
+    active_T, advantages_T = _select_trained(inputs)
     gap_T = _log_ratio(logp_T, inputs, active_T).detach()
     ratio_T = select_masked(advantages_T != 0, gap_T).exp()
-    low, high = _clip_bounds(inputs, config)
-    loss = -(_clip(ratio_T, low, high) * select_masked(active_T, logp_T) * advantages_T).sum()
-    return loss, _clip_metrics(gap_T, low, high, active_T)
+    clipped_T, metrics = _clip(ratio_T, gap_T, active_T, inputs, config)
+    return -(clipped_T * select_masked(active_T, logp_T) * advantages_T).sum(), metrics
 
 
 def dro(
@@ -171,9 +165,8 @@ def dro(
 
     The pull acts on every action, for any advantage; hence the loss needs the mask.
     """
-    active_T = get_trained_mask(inputs)
+    active_T, advantages_T = _select_trained(inputs)
     gap_T = _log_ratio(logp_T, inputs, active_T)
-    advantages_T = select_masked(active_T, inputs["advantages"])
     loss = (
         0.5 * config.get("beta", 0.05) * gap_T * gap_T
         - select_masked(active_T, logp_T) * advantages_T
@@ -190,15 +183,13 @@ def gspo(
     GSPO-token, arXiv 2507.18071, equations 7 and 14. The mean is used and not the sum: exp(sum)
     would clip long sequences only because of noise.
     """
-    active_T = get_trained_mask(inputs)
-    advantages_T = select_masked(active_T, inputs["advantages"])
+    active_T, advantages_T = _select_trained(inputs)
     gap_T = _log_ratio(logp_T, inputs, active_T).detach()
     mean_T = average_per_datum(gap_T, active_T, cu_seqlens)
     live_T = select_masked(active_T, logp_T)
     ratio_T = select_masked(advantages_T != 0, mean_T).exp() * (live_T - live_T.detach()).exp()
-    low, high = _clip_bounds(inputs, config)
-    objective_T = torch.minimum(ratio_T * advantages_T, _clip(ratio_T, low, high) * advantages_T)
-    return -objective_T.sum(), _clip_metrics(mean_T, low, high, active_T)
+    clipped_T, metrics = _clip(ratio_T, mean_T, active_T, inputs, config)
+    return -torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T).sum(), metrics
 
 
 def value(
@@ -257,10 +248,7 @@ def fused_policy_loss(
     )
     metrics = {"active_tokens:sum": sums["tokens"]}
     if kind in ("ppo", "cispo", "gspo"):
-        metrics |= {
-            "clipped_low:sum": sums["clipped_low"],
-            "clipped_high:sum": sums["clipped_high"],
-        }
+        metrics |= {f"{name}:sum": sums[name] for name in ("clipped_low", "clipped_high")}
     return value, metrics
 
 
@@ -319,11 +307,7 @@ class LossSpec:
         """Return the function to call on `device`: the kernel on a GPU if it exists, else the plain
         formula.
         """
-        return (
-            self.fused_function
-            if fused and self.fused_function is not None and device.type == "cuda"
-            else self.fn
-        )
+        return (self.fused_function if fused and device.type == "cuda" else None) or self.fn
 
     def compute(
         self,
@@ -343,10 +327,8 @@ class LossSpec:
         )
         if self.terms and list_enabled_terms(config):
             term_loss, term_metrics = compute_terms(logp_T, entropy_T, inputs, config)
-            total, metrics = (
-                total + term_loss,
-                {**metrics, "policy_loss:sum": total.detach(), **term_metrics},
-            )
+            metrics = {**metrics, "policy_loss:sum": total.detach(), **term_metrics}
+            total = total + term_loss
         return total, metrics
 
     @property
@@ -412,9 +394,7 @@ class LossSpec:
 
 _CLIP_FIELDS = ("clip_low_threshold", "clip_high_threshold")
 _POLICY_FIELDS = ("target_tokens", "advantages", "logprobs")
-# required and optional fields of a loss on pairs
-_PAIR_FIELDS = ("target_tokens", "mask"), ("ref_logprobs",)
-
+_ANSWER_FIELDS = ("target_tokens", "mask")
 
 # a loss with advantages, to which terms may be added
 _policy_gradient_spec = partial(
@@ -422,6 +402,18 @@ _policy_gradient_spec = partial(
     at_sampling_temperature=True,
     terms=True,
     gradient_fields=(*MASK_FIELDS, "advantages"),
+)
+# one that clips ratios
+_clipped_spec = partial(
+    _policy_gradient_spec,
+    required=_POLICY_FIELDS,
+    optional=_CLIP_FIELDS,
+    config=_CLIP_FIELDS,
+    needs_advantages=True,
+)
+# a loss on the logprobs of pairs
+_pair_spec = partial(
+    LossSpec, required=_ANSWER_FIELDS, gradient_fields=MASK_FIELDS, group=2, unit="group"
 )
 
 
@@ -442,24 +434,12 @@ LOSSES: dict[str, LossSpec] = {
         needs_advantages=True,
         fused_kind="importance_sampling",
     ),
-    "ppo": _policy_gradient_spec(
-        ppo, _POLICY_FIELDS, _CLIP_FIELDS, _CLIP_FIELDS, needs_advantages=True, fused_kind="ppo"
-    ),
-    "cispo": _policy_gradient_spec(
-        cispo, _POLICY_FIELDS, _CLIP_FIELDS, _CLIP_FIELDS, needs_advantages=True, fused_kind="cispo"
-    ),
+    "ppo": _clipped_spec(ppo, fused_kind="ppo"),
+    "cispo": _clipped_spec(cispo, fused_kind="cispo"),
     "dro": _policy_gradient_spec(
         dro, _POLICY_FIELDS, config=("beta",), needs_mask=True, fused_kind="dro"
     ),
-    "gspo": _policy_gradient_spec(
-        gspo,
-        _POLICY_FIELDS,
-        _CLIP_FIELDS,
-        _CLIP_FIELDS,
-        needs_advantages=True,
-        needs_mask=True,
-        fused_kind="gspo",
-    ),
+    "gspo": _clipped_spec(gspo, needs_mask=True, fused_kind="gspo"),
     "value": LossSpec(
         value,
         ("target_tokens", "returns"),
@@ -469,63 +449,34 @@ LOSSES: dict[str, LossSpec] = {
         values=True,
         logprobs=False,
     ),
-    "dpo": LossSpec(
+    "dpo": _pair_spec(
         preference_losses.dpo,
-        *_PAIR_FIELDS,
-        ("beta", "label_smoothing", "length_normalise"),
-        gradient_fields=MASK_FIELDS,
-        group=2,
-        unit="group",
+        optional=("ref_logprobs",),
+        config=("beta", "label_smoothing", "length_normalise"),
     ),
-    "ipo": LossSpec(
-        preference_losses.ipo,
-        *_PAIR_FIELDS,
-        ("beta", "length_normalise"),
-        gradient_fields=MASK_FIELDS,
-        group=2,
-        unit="group",
+    "ipo": _pair_spec(
+        preference_losses.ipo, optional=("ref_logprobs",), config=("beta", "length_normalise")
     ),
-    "orpo": LossSpec(
-        preference_losses.orpo,
-        ("target_tokens", "mask"),
-        (),
-        ("beta",),
-        gradient_fields=MASK_FIELDS,
-        group=2,
-        unit="group",
-    ),
-    "simpo": LossSpec(
-        preference_losses.simpo,
-        ("target_tokens", "mask"),
-        (),
-        ("beta", "gamma"),
-        gradient_fields=MASK_FIELDS,
-        group=2,
-        unit="group",
-    ),
+    "orpo": _pair_spec(preference_losses.orpo, config=("beta",)),
+    "simpo": _pair_spec(preference_losses.simpo, config=("beta", "gamma")),
     "kto": LossSpec(
         preference_losses.kto,
-        ("target_tokens", "mask", "ref_logprobs", "labels"),
-        (),
-        ("beta", "kl", "desirable_weight", "undesirable_weight"),
+        (*_ANSWER_FIELDS, "ref_logprobs", "labels"),
+        config=("beta", "kl", "desirable_weight", "undesirable_weight"),
         gradient_fields=MASK_FIELDS,
         unit="group",
     ),
-    "bradley_terry": LossSpec(
+    "bradley_terry": _pair_spec(
         preference_losses.bradley_terry,
-        ("target_tokens", "mask"),
-        (),
-        ("centre_coef",),
-        group=2,
+        config=("centre_coef",),
+        gradient_fields=(),
         values=True,
         logprobs=False,
-        unit="group",
     ),
     "ilql": LossSpec(
         q_losses.ilql,
-        ("target_tokens", "mask", "logprobs", "advantages", "returns"),
-        (),
-        ("tau", "cql_coef", "value_coef", "expectile"),
+        (*_ANSWER_FIELDS, "logprobs", "advantages", "returns"),
+        config=("tau", "cql_coef", "value_coef", "expectile"),
         needs_mask=True,
         gradient_fields=MASK_FIELDS,
         values=True,

@@ -39,11 +39,8 @@ def _pair_metrics(rewards_D: Tensor, logps_D: Tensor | None = None) -> Metrics:
         "ranked_right:sum": ((chosen_P - rejected_P).sign() + 1).sum() / 2,
     }
     if logps_D is not None:
-        logps_D = logps_D.detach()
-        metrics |= {
-            "chosen_logps:sum": logps_D[0::2].sum(),
-            "rejected_logps:sum": logps_D[1::2].sum(),
-        }
+        metrics["chosen_logps:sum"] = logps_D.detach()[0::2].sum()
+        metrics["rejected_logps:sum"] = logps_D.detach()[1::2].sum()
     return metrics
 
 
@@ -189,9 +186,8 @@ def kto(
     weights_D = torch.where(
         good_D, config.get("desirable_weight", 1.0), config.get("undesirable_weight", 1.0)
     ).to(ratios_D.dtype)
-    loss = (
-        weights_D * (1 - torch.sigmoid(beta * signs_D * (ratios_D - config.get("kl", 0.0))))
-    ).sum()
+    gains_D = torch.sigmoid(beta * signs_D * (ratios_D - config.get("kl", 0.0)))
+    loss = (weights_D * (1 - gains_D)).sum()
     rewards_D = beta * ratios_D.detach()
     return loss, {
         "answers:sum": torch.full((), len(ratios_D), device=logp_T.device),

@@ -255,17 +255,12 @@ class ChatTemplateRenderer(Renderer):
             str(message.get("reasoning_content") or ""), may_write_markup=True
         )
         between = text[len(prompt) : at]
-        if (
-            self._thought_marks is not None
-            and self._thought_marks[1] in self.decode(answer)
-            and self._thought_marks[1] not in between
-        ):
+        closing = None if self._thought_marks is None else self._thought_marks[1]
+        if closing is not None and closing in self.decode(answer) and closing not in between:
             return None  # the template also removes an empty thought
-        if (
-            (thoughts not in between)
-            if thoughts
-            else bool(between.strip()) and "reasoning_content" not in message
-        ):
+        if thoughts not in between:
+            return None
+        if between.strip() and "reasoning_content" not in message:
             return None
         if (
             self._call_format is not None
@@ -413,7 +408,7 @@ class ChatTemplateRenderer(Renderer):
         if (mark := self._first_special(after)) is not None:
             return mark
         if self._call_format is not None and self._call_format.name == "glm":
-            if (mark := self._first_special(self._text_after_answer())) is not None:
+            if (mark := self._first_special(self._text_after_answer)) is not None:
                 self._end_begins_next = True
                 return mark
         raise UserError(
@@ -424,9 +419,7 @@ class ChatTemplateRenderer(Renderer):
 
     def _first_special(self, text: str) -> str | None:
         """Return the first special token of a text, or None."""
-        special = set(self.tokenizer.all_special_ids) | {
-            int(i) for i in self.tokenizer.added_tokens_decoder
-        }
+        special = {*self.tokenizer.all_special_ids, *map(int, self.tokenizer.added_tokens_decoder)}
         special_id = next((token for token in self._encode(text) if token in special), None)
         return None if special_id is None else str(self.tokenizer.convert_ids_to_tokens(special_id))
 
@@ -448,12 +441,6 @@ class ChatTemplateRenderer(Renderer):
             )
 
     @cached_property
-    def _history_end_differs(self) -> bool:
-        """Return whether an answer that is not the last ends with a different mark (gpt-oss), which
-        a model must not learn.
-        """
-        return self._end_of_turn not in self._text_after_answer()
-
     def _text_after_answer(self) -> str:
         """Return the text that the template writes between an answer and the next user's text."""
         conversation: list[Message] = [
@@ -468,7 +455,7 @@ class ChatTemplateRenderer(Renderer):
         """Return the start and end in `text` of the part of message `index` that the model writes,
         including its end-of-turn mark. Raises UserError if the part cannot be located.
         """
-        if index < len(messages) - 1 and self._history_end_differs:
+        if index < len(messages) - 1 and self._end_of_turn not in self._text_after_answer:
             raise UserError(
                 "the chat template ends an answer that other messages follow with another mark "
                 f"than {self._end_of_turn!r}, and a model would learn "

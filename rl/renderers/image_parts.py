@@ -85,9 +85,8 @@ def expand_images(text: str, messages: Messages, reader: ImageReader) -> str:
             "of this conversation: it leaves some "
             "out, or is not the template of a vision-language model"
         )
-    expansions = [reader.process(chunk).text for chunk in chunks]
     return pieces[0] + "".join(
-        expansion + piece for expansion, piece in zip(expansions, pieces[1:], strict=True)
+        reader.process(chunk).text + piece for chunk, piece in zip(chunks, pieces[1:], strict=True)
     )
 
 
@@ -96,11 +95,9 @@ def place_images(
 ) -> ModelInput:
     """Return the tokens of a rendered text with the images at their positions."""
     chunks = get_image_chunks(messages)
-    return (
-        ModelInput.from_ints(tokens)
-        if reader is None or not chunks
-        else reader.place_images(tokens, chunks)
-    )
+    if reader is None or not chunks:
+        return ModelInput.from_ints(tokens)
+    return reader.place_images(tokens, chunks)
 
 
 def iter_texts(message: Message) -> Iterator[str]:

@@ -261,10 +261,7 @@ class Renderer(ABC):
         """Return (the tokens before the first token that ends a sample, whether such a token
         exists).
         """
-        end = next(
-            (position for position, token in enumerate(tokens) if token in self.end_tokens),
-            len(tokens),
-        )
+        end = next((i for i, token in enumerate(tokens) if token in self.end_tokens), len(tokens))
         return list(tokens[:end]), end < len(tokens)
 
     def encode_in_pieces(self, text: str, cuts: Sequence[int]) -> list[list[int]]:
@@ -302,9 +299,7 @@ def build_weighted_example(
 ) -> tuple[ModelInput, np.ndarray]:
     """Join pieces of (tokens, weight) into a supervised example."""
     tokens = [token for piece, _ in pieces for token in piece]
-    weights = np.concatenate(
-        [np.full(len(piece), weight, dtype=np.float32) for piece, weight in pieces]
-    )
+    weights = np.concatenate([np.full(len(p), weight, np.float32) for p, weight in pieces])
     return ModelInput.from_ints(tokens), weights
 
 
@@ -375,17 +370,13 @@ def normalize_messages(messages: Messages, *, allow_images: bool = False) -> lis
                 f"{where} is not {{'role': ..., 'content': ...}}: {str(message)[:60]!r}"
             )
         content = message.get("content")
-        if content is None and message.get("tool_calls"):
-            content = ""
         if allow_images and has_images([message]):
-            normalized.append(
-                {
-                    **message,
-                    "content": split_image_parts(message["content"], message["role"], where),
-                }
-            )
-            continue
-        normalized.append({**message, "content": get_content_text(content, where)})
+            content = split_image_parts(message["content"], message["role"], where)
+        elif content is None and message.get("tool_calls"):
+            content = ""
+        else:
+            content = get_content_text(content, where)
+        normalized.append({**message, "content": content})
     return normalized
 
 

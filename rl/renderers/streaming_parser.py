@@ -42,33 +42,10 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
 _PARAMETER_END = ("\n</parameter>", "</parameter>")
 
 
-def get_mark_overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that is a proper prefix of `mark`."""
-    return next(
-        (n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0
-    )
-
-
 def trim_uncertain_end(text: str, marks: Sequence[str]) -> str:
     """Return a growing text up to a possible start of a mark or part of a character."""
-    held = max((get_mark_overlap(text, mark) for mark in marks), default=0)
-    return text[: len(text) - held].rstrip("\ufffd")
-
-
-def parse_partial_calls(text: str, tools: Tools, ended: bool) -> tuple[str, list[Call]]:
-    """Return (the text without its calls, the calls) of an answer without its thoughts, like
-    `split_calls` for complete calls.
-
-    `ended`: no text follows. Otherwise a call without a known name, and everything after it, is
-    left out.
-    """
-
-    return split_parsed_calls(
-        text,
-        lambda rest: _parse_json_call(rest, ended),
-        lambda rest: _parse_xml_call(rest, tools, ended),
-        ended,
-    )[:2]
+    held = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
+    return text[: len(text) - max(held, default=0)].rstrip("\ufffd")
 
 
 def _parse_json_call(text: str, ended: bool) -> tuple[Call | str, int]:
@@ -176,12 +153,13 @@ def parse_partial_answer(
     """
     marks, text = renderer.marks(), renderer.get_answer_text(tokens)
     if CHANNEL in marks:
-        return _build_message(renderer, *_split_partial_channels(text, marks, ended))
+        content, thoughts, calls = _split_partial_channels(text, marks, ended)
+        return build_answer(renderer.cut_at_stop(content), thoughts, calls)
     around = renderer.thought_marks()
     form = renderer.call_format()
-    content, thoughts = split_thoughts(text, around) if around is not None else (text, None)
-    inside = ""
+    content, thoughts, inside = text, None, ""
     if around is not None:
+        content, thoughts = split_thoughts(text, around)
         content, thoughts, thinking = _split_open_thought(
             content, thoughts, around[0], within_thoughts, ended
         )
@@ -193,23 +171,31 @@ def parse_partial_answer(
             thoughts = thoughts if ended else trim_uncertain_end(thoughts, (around[1], *marks))
         thoughts = None if thoughts is None else thoughts.strip()
     content = content if ended else trim_uncertain_end(content, marks)
-    calls: list[Call] = []
+    calls = []
     if form is not None:
         tools = renderer.available_tools()
         content, calls = _split_partial_calls(form, tools, content, ended)
         after, more_calls = _split_partial_calls(form, tools, inside, True)
         content, calls = content + after, calls + more_calls
-    return _build_message(renderer, content if ended else content.rstrip(), thoughts, calls)
+    content = content if ended else content.rstrip()
+    return build_answer(renderer.cut_at_stop(content), thoughts, calls)
 
 
 def _split_partial_calls(
     form: ToolCallFormat, tools: Tools, text: str, ended: bool
 ) -> tuple[str, list[Call]]:
-    """Return (the text without its calls, the calls). Calls in a special format
-    (`rl.renderers.tool_call_formats`) are included only when the answer has ended.
+    """Return (the text without its calls, the calls) of an answer without its thoughts.
+
+    `ended`: no text follows. Otherwise a call without a known name, and everything after it, is
+    left out, and so are calls in a special format (`rl.renderers.tool_call_formats`).
     """
     if form == TAGGED_CALLS:
-        return parse_partial_calls(text, tools, ended)
+        return split_parsed_calls(
+            text,
+            lambda rest: _parse_json_call(rest, ended),
+            lambda rest: _parse_xml_call(rest, tools, ended),
+            ended,
+        )[:2]
     if ended:
         content, parsed_calls, _ = form.parse(text, tools)
         return content, list(map(_with_text_arguments, parsed_calls))
@@ -234,10 +220,3 @@ def _split_open_thought(
     if not ended and thoughts is None and begin.startswith(content.lstrip()):
         return "", None, True  # no text yet, or part of a mark
     return content, thoughts, False
-
-
-def _build_message(
-    renderer: Renderer, content: str, thoughts: str | None, calls: list[Call]
-) -> Message:
-    """Return the assistant message of the parsed parts."""
-    return build_answer(renderer.cut_at_stop(content), thoughts, calls)

@@ -43,8 +43,7 @@ class _TextRenderer(Renderer):
 
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = (), tools: Tools = ()):
         super().__init__(tokenizer, eos_token_ids)
-        self.tools = list(tools)
-        self._begin = get_begin_tokens(tokenizer)
+        self.tools, self._begin = list(tools), get_begin_tokens(tokenizer)
 
     def with_tools(self, tools: Tools) -> Renderer:
         if not tools:
@@ -134,16 +133,8 @@ class RoleColonRenderer(_TextRenderer):
     """
 
     def build_generation_prompt(self, messages: Messages) -> ModelInput:
-        return ModelInput.from_ints(
-            [
-                *self._begin,
-                *self._encode(
-                    self._render_tools()
-                    + self._render_text(normalize_messages(messages))
-                    + "Assistant:"
-                ),
-            ]
-        )
+        text = self._render_tools() + self._render_text(normalize_messages(messages)) + "Assistant:"
+        return ModelInput.from_ints([*self._begin, *self._encode(text)])
 
     def extend_prompt(
         self,
@@ -190,15 +181,9 @@ class RoleColonRenderer(_TextRenderer):
         text = self._render_tools() + self._render_text(messages) + "User:"
         cuts: list[int] = []
         for index in find_trained_messages(messages, train_on):
-            begin = len(self._render_tools() + self._render_text(messages[:index])) + len(
-                "Assistant:"
-            )
-            end = (
-                begin
-                + len(" ")
-                + len(self.escaper.escape(self._get_text(messages[index])))
-                + len(_SEPARATOR)
-            )
+            before = self._render_tools() + self._render_text(messages[:index]) + "Assistant:"
+            answer = self.escaper.escape(self._get_text(messages[index]))
+            begin, end = len(before), len(f"{before} {answer}{_SEPARATOR}")
             # if another role than the user follows, only the empty line is trained
             cuts += [begin, end + len("User:") if text.startswith("User:", end) else end]
         pieces = self.encode_in_pieces(text, cuts)

@@ -112,15 +112,8 @@ def _parse_glm(body: str, tools: Tools) -> list[Call]:
         raise ValueError("a call begins with its tool's name, on a separate line")
     if _ARGUMENT.sub("", rest).strip():
         raise ValueError("unexpected text outside <arg_key>...</arg_key><arg_value>...</arg_value>")
-    return [
-        make_call(
-            name,
-            {
-                key.strip(): parse_parameter(tools, name, key.strip(), value)
-                for key, value in _ARGUMENT.findall(rest)
-            },
-        )
-    ]
+    pairs = ((key.strip(), value) for key, value in _ARGUMENT.findall(rest))
+    return [make_call(name, {k: parse_parameter(tools, name, k, value) for k, value in pairs})]
 
 
 # ------------------------------------------------------------------------------------------ Llama 3
@@ -136,19 +129,13 @@ def _parse_llama(text: str, tools: Tools) -> ParsedCalls:
     if not tagged and not (tools and body.startswith("{")):
         return text, [], []
     try:
-        return (
-            "",
-            [_parse_llama_json(body) if body.startswith("{") else _parse_llama_builtin(body)],
-            [],
-        )
+        parse = _parse_llama_json if body.startswith("{") else _parse_llama_builtin
+        return "", [parse(body)], []
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
         # any other JSON object is an ordinary answer
         meant = tagged or re.match(r'\{\s*"(name|type)"\s*:', body)
-        return (
-            text,
-            [],
-            [{"raw_text": text, "error": str(error).partition("\n")[0]}] if meant else [],
-        )
+        unparsed = {"raw_text": text, "error": str(error).partition("\n")[0]}
+        return text, [], [unparsed] if meant else []
 
 
 def _parse_llama_json(body: str) -> Call:

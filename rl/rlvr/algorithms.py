@@ -30,6 +30,7 @@ from rl.errors import UserError
 from rl.judges import BaseModelScorer, FrozenScorer, check_vocabulary
 from rl.rlvr.configs import PPOConfig, REINFORCEConfig
 from rl.rlvr.rollout_sampler import TrajectoryBatch
+from rl.rollout import Metrics
 from rl.types import Datum
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class UpdateResult:
     entropy: float
     kl_divergence: float
     grad_norm: float
-    metrics: dict[str, float]
+    metrics: Metrics
 
 
 class Algorithm(ABC, Generic[Config]):
@@ -84,9 +85,7 @@ class Algorithm(ABC, Generic[Config]):
     def _make_method(self, temperature: float) -> Any:
         """Return the hooks of the method, for samples of this temperature."""
 
-    def _update_models(
-        self, method: Any, models: Models, datums: Sequence[Datum]
-    ) -> dict[str, float]:
+    def _update_models(self, method: Any, models: Models, datums: Sequence[Datum]) -> Metrics:
         """Update on the datums and return the metrics, including `optim/approx_kl_k3`."""
         progress = Progress(self.updates, self.updates + 1, models.policy.service.seed)
         return method.update(models, datums, progress)
@@ -218,9 +217,7 @@ class REINFORCEAlgorithm(Algorithm[REINFORCEConfig]):
         )
         return _NormalizedGRPO(settings) if c.normalize_advantages else GRPO(settings)
 
-    def _update_models(
-        self, method: GRPO, models: Models, datums: Sequence[Datum]
-    ) -> dict[str, float]:
+    def _update_models(self, method: GRPO, models: Models, datums: Sequence[Datum]) -> Metrics:
         metrics = super()._update_models(method, models, datums)
         temperature = {"temperature": method.settings.sampling.temperature}
         after = models.policy.forward(datums, "importance_sampling", temperature).result()

@@ -183,24 +183,15 @@ def trajectory_to_datums(
     for turn, (transition, turn_advantage) in enumerate(
         zip(trajectory.transitions, advantages_N, strict=True)
     ):
-        observation, images, action = (
-            transition.ob.token_array(),
-            transition.ob.images_with_positions(),
-            transition.ac,
-        )
-        continued = [
-            candidate
-            for candidate in sequences
-            if candidate.is_prefix_of(observation, images, action)
-        ]
+        observation, images = transition.ob.token_array(), transition.ob.images_with_positions()
+        continued = [s for s in sequences if s.is_prefix_of(observation, images, transition.ac)]
         if continued:
             sequence = max(continued, key=lambda candidate: candidate.length)
-            observation = observation[sequence.length :]
         else:
             sequence = _DatumBuilder()
             sequences.append(sequence)
-        sequence.append_observation(observation, images)
-        sequence.append_action(action, turn, turn_advantage)
+        sequence.append_observation(observation[sequence.length :], images)
+        sequence.append_action(transition.ac, turn, turn_advantage)
     datums = [sequence.build() for sequence in sequences]
     if len(datums) > 1:
         tokens = [count_action_tokens([datum]) for datum in datums]
@@ -296,7 +287,16 @@ def check_datum(
                 f"token{', or (N, K)' if soft else ''}"
             )
         if len(data) != n:
-            raise BadRequestError(_misalignment_message(where, name, len(data), n))
+            pad = n - len(data)
+            hint = (
+                f" If these {len(data)} values cover only the completion, pad the prompt's "
+                f"positions: [0.0] * {pad} + {name} (prompt length - 1 zeros first, since targets "
+                "are shifted by one)"
+            )
+            raise BadRequestError(
+                f"{where}: {name!r} has {len(data)} values, the model_input has {n} tokens; every "
+                f"field needs a value for each input token.{hint if pad > 0 else ''}"
+            )
     if (
         soft_targets
         and "weights" in inputs
@@ -402,19 +402,3 @@ def _check_finite(label: str, inputs: Mapping[str, TensorData]) -> None:
             raise BadRequestError(
                 f"{label}: {name!r} holds NaN or infinity{hint}: {array[~fine][:3].tolist()}"
             )
-
-
-def _misalignment_message(label: str, name: str, received: int, n: int) -> str:
-    """Return the error message for a field of another length than the input."""
-    text = (
-        f"{label}: {name!r} has {received} values, the model_input has {n} tokens; every field "
-        "needs a value for each input token."
-    )
-    if received < n:
-        pad = n - received
-        text += (
-            f" If these {received} values cover only the completion, pad the prompt's positions: "
-            f"[0.0] * {pad} + {name} (prompt length - 1 zeros first, since targets are shifted by "
-            f"one)"
-        )
-    return text

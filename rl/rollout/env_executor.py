@@ -101,12 +101,12 @@ class EnvThread:
         self._queue.put((call, function))
         return call
 
-    def finish(self, function: Callable[[], Any] | None = None) -> None:
-        """Queue the last call, if the thread was ever started. Its result and its errors are
-        ignored. If a call hangs, the last call runs after its end.
+    def finish(self, *functions: Callable[[], Any]) -> None:
+        """Queue the last calls, if the thread was ever started. Their results and errors are
+        ignored. If a call hangs, the last calls run after its end.
         """
         if self._thread is not None and not self._is_finished:
-            if function is not None:
+            for function in functions:
                 self.submit(function)
             self._queue.put(None)
         self._is_finished = True

@@ -15,6 +15,7 @@ from rl.rollout.rollout_types import (
     Env,
     EnvGroupBuilder,
     EpisodeFailed,
+    Metrics,
     StepResult,
     Stop,
     Trajectory,
@@ -183,21 +184,6 @@ def get_sampling_params(
     return params
 
 
-def fill_overflow_metric(episodes: Sequence[EpisodeState]) -> None:
-    """Set the metric context_overflow to 0 in all other episodes if any episode overflowed the
-    context. The mean of the metric is then the share of overflows.
-    """
-    last = [
-        turn
-        for e in episodes
-        for seat in range(len(e.env.players))
-        if (turn := e.last_turn_of(seat)) is not None
-    ]
-    if any("context_overflow" in turn.metrics for turn in last):
-        for turn in last:
-            turn.metrics = {"context_overflow": 0.0, **turn.metrics}
-
-
 def record_step(
     episode: EpisodeState,
     builder: EnvGroupBuilder,
@@ -244,7 +230,7 @@ def record_step(
 
 def resolve_reward(
     result: StepResult, episode: EpisodeState, builder: EnvGroupBuilder
-) -> tuple[float, dict[str, float], str | None]:
+) -> tuple[float, Metrics, str | None]:
     """Return (reward, metrics, error) of a step; wait for the score if it is pending."""
     score = result.reward.result() if isinstance(result.reward, PendingScore) else result.reward
     if not isinstance(score, Score):
@@ -277,7 +263,7 @@ def _to_finite(value: Any) -> float | None:
 
 def _compute_group_rewards(
     builder: EnvGroupBuilder, trajectories: Sequence[Trajectory]
-) -> list[tuple[float, dict[str, float]]]:
+) -> list[tuple[float, Metrics]]:
     """Return the group reward and the metrics of each trajectory. Raises EpisodeFailed if the
     builder returns anything else.
     """

@@ -52,7 +52,7 @@ class TickEvents:
         """Build the decision from a row of the log."""
         failed = {(group, member): text for group, member, text in row.get("failed", ())}
         arrived = tuple((group, member) for group, member in row.get("arrived", ()))
-        return cls(arrived, failed, bool(row.get("learned", False)), bool(row.get("landed", False)))
+        return cls(arrived, failed, bool(row.get("learned")), bool(row.get("landed")))
 
 
 class EventLog:

@@ -29,7 +29,6 @@ from rl.rollout.episode_state import (
     check_context,
     check_player,
     check_turns,
-    fill_overflow_metric,
     get_sampling_params,
     name_episode,
     record_step,
@@ -193,7 +192,6 @@ class RolloutEngine:
         last call.
         """
         taken = [self.groups.pop(number) for number in numbers]
-        fill_overflow_metric([episode for group in taken for episode in group.episodes])
         rollouts = RolloutBatch(
             *build_groups([(group.builder, group.episodes) for group in taken]),
             {"emitted_tokens": 0, **self.counters},

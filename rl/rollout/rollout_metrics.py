@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from rl.rewards import hash_beginning
-from rl.rollout.rollout_types import Trajectory, TrajectoryGroup, has_signal, list_turns
+from rl.rollout.rollout_types import Metrics, Trajectory, TrajectoryGroup, has_signal, list_turns
 from rl.types import Datum
 
 
-def compute_sample_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+def compute_sample_metrics(groups: Sequence[TrajectoryGroup]) -> Metrics:
     """Return metrics of the training samples: the number of groups, and the share of distinct
     answer prefixes (50 characters).
     """
@@ -68,30 +68,34 @@ def mean(values: Iterable[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def compute_group_metrics(
-    groups: Sequence[TrajectoryGroup], prefix: str = "env"
-) -> dict[str, float]:
+def compute_group_metrics(groups: Sequence[TrajectoryGroup], prefix: str = "env") -> Metrics:
     """Return `<prefix>/all/...` over all groups and, if there are several data sets,
     `<prefix>/<tag>/...` for each data set; the data set named "all" is `<prefix>/all-rows/...`.
 
     The metrics are reward/total (mean over episodes, with std, min and max), turns and tokens, each
     metric of environments and rewards (the mean over the episodes that have it), and the shares of
-    groups that are mixed, all good or all bad.
+    groups that are mixed, all good or all bad. If an episode has context_overflow, its mean is over
+    all episodes: the share of those that overflowed.
     """
-    metrics = _compute_prefixed_metrics(groups, f"{prefix}/all")
+    overflow = "context_overflow" in {name for turn in list_turns(groups) for name in turn.metrics}
+    zero_if_missing = {"context_overflow": 0.0} if overflow else {}
+    metrics = _compute_prefixed_metrics(groups, f"{prefix}/all", zero_if_missing)
     by_tag: dict[str, list[TrajectoryGroup]] = defaultdict(list)
     for group in groups:
         by_tag[group.tag].append(group)
     if len(by_tag) > 1:
         for tag, members in sorted(by_tag.items()):
             name = "all-rows" if tag == "all" else tag.replace("/", "-")
-            metrics.update(_compute_prefixed_metrics(members, f"{prefix}/{name}"))
+            metrics |= _compute_prefixed_metrics(members, f"{prefix}/{name}", zero_if_missing)
     return metrics
 
 
-def _compute_prefixed_metrics(groups: Sequence[TrajectoryGroup], name: str) -> dict[str, float]:
+def _compute_prefixed_metrics(
+    groups: Sequence[TrajectoryGroup], name: str, last_turn_defaults: Mapping[str, float]
+) -> Metrics:
     """Return the metrics of the groups with the prefix `name`. Groups are mixed by their rewards,
-    otherwise all good (equal and above 0) or all bad (equal, 0 or below).
+    otherwise all good (equal and above 0) or all bad (equal, 0 or below). `last_turn_defaults`:
+    metrics that the last turn of each episode has, with this value unless it has another.
     """
     rewards_P_G = [group.get_total_rewards() for group in groups]
     rewards = [r for rewards_G in rewards_P_G for r in rewards_G]
@@ -112,6 +116,9 @@ def _compute_prefixed_metrics(groups: Sequence[TrajectoryGroup], name: str) -> d
     for source in (*(turn.metrics for turn in turns), *(m for g in groups for m in g.metrics_G)):
         for key, value in source.items():
             values[key].append(value)
+    for key, value in last_turn_defaults.items():
+        last = (t.transitions[-1] for group in groups for t in group.trajectories_G)
+        values[key] += [value for turn in last if key not in turn.metrics]
     mixed = [has_signal(rewards_G) for rewards_G in rewards_P_G]
     good = [not m and rewards_G[0] > 0 for m, rewards_G in zip(mixed, rewards_P_G, strict=True)]
     bad = [not m and not g for m, g in zip(mixed, good, strict=True)]

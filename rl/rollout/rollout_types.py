@@ -14,6 +14,7 @@ from rl.types import Datum, ModelInput, SampledSequence, merge_counters
 
 Stop: TypeAlias = Sequence[str] | Sequence[int] | None
 Observation: TypeAlias = tuple[ModelInput, Stop]
+Metrics: TypeAlias = dict[str, float]  # by name
 Result = TypeVar("Result", covariant=True)
 
 
@@ -35,7 +36,7 @@ class StepResult:
     episode_done: bool
     next_observation: ModelInput = field(default_factory=ModelInput.empty)
     next_stop_condition: Sequence[str] | Sequence[int] | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     logs: Mapping[str, Any] = field(default_factory=dict)
     truncated: bool = False
     rewards: Mapping[int, float] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class Transition:
     ac: SampledSequence
     reward: float
     episode_done: bool
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
     logs: Mapping[str, Any] = field(default_factory=dict)
     truncated: bool = False
     seat: int = 0
@@ -98,7 +99,7 @@ class TrajectoryGroup:
 
     trajectories_G: list[Trajectory]
     final_rewards_G: list[float]
-    metrics_G: list[dict[str, float]]
+    metrics_G: list[Metrics]
     tag: str = "problem"
     problem_index: int = 0
     shaped_rewards_G_N: list[list[float]] | None = None
@@ -124,7 +125,7 @@ class TrajectoryGroup:
             for trajectory, final in zip(self.trajectories_G, self.final_rewards_G, strict=True)
         ]
 
-    def get_final_metrics(self) -> list[dict[str, float]]:
+    def get_final_metrics(self) -> list[Metrics]:
         """Return the metrics of each episode, of length G: those of its last turn, and those of the
         episode as a whole.
         """
@@ -241,7 +242,7 @@ class EnvGroupBuilder(abc.ABC):
 
     def compute_group_rewards(
         self, trajectories_G: Sequence[Trajectory]
-    ) -> list[tuple[float, dict[str, float]]]:
+    ) -> list[tuple[float, Metrics]]:
         """Return a reward in addition to the step rewards, and metrics, for each episode (of a
         seat). Default: reward 0, no metrics. The group is left out, with an error, if a reward is
         no finite number or if their count is not that of the episodes.

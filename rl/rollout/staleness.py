@@ -10,7 +10,6 @@ version can take, and a batch leaves no group that later batches could not take 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,11 +109,11 @@ class StalenessController:
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint as JSON values."""
-        since = [[number, version] for number, version in sorted(self.start_versions.items())]
-        now = {"version": self.version, "next": self.next_group, "taken": self.batches_taken}
         return {
-            **now,
-            "since": since,
+            "version": self.version,
+            "next": self.next_group,
+            "taken": self.batches_taken,
+            "since": list(map(list, sorted(self.start_versions.items()))),
             "ended": sorted(self.ended_groups),
             "late": sorted(self._late_groups),
         }
@@ -124,7 +123,6 @@ class StalenessController:
         self.version = state["version"]
         self.next_group = state["next"]
         self.batches_taken = state["taken"]
-        pairs: Sequence[tuple[int, int]] = state["since"]
-        self.start_versions = dict(pairs)
+        self.start_versions = dict(state["since"])
         self.ended_groups = set(state["ended"])
         self._late_groups = set(state["late"])

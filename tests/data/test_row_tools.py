@@ -1,6 +1,7 @@
 """Test that the prompt of a row describes its tools, as transformers' chat templates do."""
 
 import json
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +16,9 @@ from rl.data import LengthLimits, RowCheck, load_problems
 from rl.data.row_readers import FaultyRows
 from rl.envs import ProblemGroupBuilder
 from rl.errors import UserError
+from rl.models import load_tokenizer
 from rl.renderers import get_renderer
+from rl.types import SampledSequence
 
 ADD = {
     "type": "function",
@@ -77,6 +80,29 @@ def test_a_row_is_rendered_with_its_tools(tmp_path, tokenizer, row, tools, strea
     assert tokenizer.decode(expected[len(sequence) :]) in ("", "\n")
     prompt = render(tokenizer, messages[:-1], tools, add_generation_prompt=True)
     assert ProblemGroupBuilder(problem, 1, renderer, None).prompt.to_ints() == prompt
+
+
+def test_the_calls_of_an_answer_are_read_with_the_tools_of_its_row(tmp_path):
+    row = {"prompt": "2+2?", "completion": "4", "tools": [ADD]}
+    (problem,) = load_problems(write_rows(tmp_path / "rows.jsonl", row))
+    renderer = get_renderer("role_colon", load_tokenizer("tiny:ascii"))
+
+    class Scores:
+        def make_task(self, scored):
+            return "a task"
+
+    builder = ProblemGroupBuilder(problem, 1, renderer, None, Scores())
+    # a call ends the answer, as in an environment with tools; the ranks' renderer has none
+    assert builder.stop == renderer.with_tools([ADD]).get_stop_sequences() != renderer.stops
+    assert "</tool_call>" in builder.stop and builder.scoring is None
+    text = '<tool_call>{"name":"add","arguments":{"a":2}}</tool_call>'
+    (env,) = builder.make_envs()
+    step = env.step(SampledSequence(renderer.encode(text), None, "stop"))
+    call = json.dumps({"name": "add", "arguments": {"a": 2}})
+    assert step.logs["response"] == f"<tool_call>\n{call}\n</tool_call>"
+    assert step.metrics["ended"] == 1.0
+    plain = ProblemGroupBuilder(replace(problem, tools=()), 1, renderer, None, Scores())
+    assert plain.scoring == "a task" and plain.stop == renderer.get_stop_sequences()
 
 
 def test_both_answers_of_a_pair_follow_the_tools(tmp_path, tokenizer):

@@ -16,7 +16,7 @@ from whole_runs import RECIPE, train, two_and_two
 from rl.algorithms import METHODS
 from rl.config import RunSettings, SettingsError, parse_run, read_run
 from rl.envs.python_env import Python
-from rl.envs.tools import as_tool, run_calls
+from rl.envs.tools import index_tools, run_calls
 from rl.errors import UserError
 from rl.models import load_tokenizer
 from rl.renderers import get_renderer
@@ -163,7 +163,7 @@ def test_python_keeps_its_state_and_loses_it_with_what_ends_it():
 def test_calls_of_an_answer_share_an_interpreter():
     a_sandbox().close()
     environment = Python()
-    tools = {made.name: made for made in map(as_tool, environment.tools)}
+    tools = index_tools(environment.tools)
     codes = [f"x{i} = {i}" for i in range(4)]
     calls = [{"function": {"name": "python", "arguments": {"code": code}}} for code in codes]
     assert not [call.error for call in run_calls({"tool_calls": calls}, tools) if call.error]

@@ -1015,6 +1015,31 @@ def test_what_a_group_shares_is_made_once_in_its_own_process(play, resolve, writ
     assert len(makers) == 2
 
 
+def test_the_processes_of_a_group_that_shares_are_closed(play, resolve, write, tmp_path):
+    """They are forked from the group's process, which ends them with itself."""
+    file = write("""
+        import time
+        from pathlib import Path
+        from rl.envs import Environment, TurnResult
+        class Closing(Environment):
+            def __init__(self, folder: str):
+                self.folder = folder
+            def share(self):
+                return 1
+            def start(self):
+                return "q"
+            def step(self, answer):
+                return TurnResult(reward=1.0, done=True)
+            def close(self):
+                time.sleep(0.3)
+                Path(self.folder, str(self.member)).touch()
+    """)
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    play(resolve(f"{file}:Closing", folder=str(folder)), lambda *_: "a", members=3)
+    assert wait_until(lambda: len(list(folder.iterdir())) == 3, 10)
+
+
 def test_episodes_after_an_async_share_have_loops_of_their_own(play, resolve, write):
     """A loop that forks shared would lose the wake-ups of its threads to other episodes."""
     file = write("""

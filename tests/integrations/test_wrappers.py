@@ -145,6 +145,19 @@ def test_an_answer_in_tags_is_taken_out_of_them(fake_gym):
     assert turn.reward == 1.0 and turn.done and turn.logs == {"answer": answer}
 
 
+@pytest.mark.parametrize("error", [SyntaxError, RecursionError, ZeroDivisionError, Exception])
+def test_an_answer_at_which_a_scorer_raises_is_wrong(fake_gym, monkeypatch, error):
+    def score_answer(self, answer, entry):
+        raise error("unexpected token")
+
+    monkeypatch.setattr(SumDataset, "score_answer", score_answer)
+    made = resolve_environment("reasoning_gym", task="sums").make()
+    made.row = {"index": 0}
+    made.start()
+    turn = made.step({"role": "assistant", "content": "1 +"})
+    assert turn.done and turn.reward == 0.0 and turn.metrics == {"correct": 0.0, "score": 0.0}
+
+
 # ---------------------------------------------------------------------------------------- textarena
 
 Kind = enum.Enum("Kind", "PROMPT PLAYER_ACTION GAME_MESSAGE")
@@ -247,6 +260,15 @@ def test_the_global_generator_is_left_alone(fake_textarena, renderer):
     before = random.getstate()
     play_environment(resolve_environment("textarena", game="Nim-v0"), choose_best_move)
     assert random.getstate() == before
+
+
+def test_the_player_of_the_other_seats_is_known_before_an_episode(fake_textarena, renderer):
+    """The run loads the models that a new environment names."""
+    for others, models in (("policy", []), ("pool", ["pool"]), ("some/model", ["some/model"])):
+        made = resolve_environment("textarena", game="Nim-v0", others=others).make()
+        assert list(made.models) == models
+    random_player = {"others": "random", "moves": "1 2 3"}
+    assert not resolve_environment("textarena", game="Nim-v0", **random_player).make().models
 
 
 def test_an_answer_without_brackets_gets_them_and_a_bad_one_is_counted(fake_textarena, renderer):
@@ -411,6 +433,14 @@ def test_episodes_on_a_server(fake_openenv, renderer):
     assert min(Client.limits) > 300.0
     with pytest.raises(UserError, match="has a URL"):
         resolve_environment("openenv", url="localhost").make()
+
+
+def test_every_json_action_is_counted(fake_openenv, renderer):
+    spec = resolve_environment("openenv", url="http://x", action="json")
+    answers = iter(["no json", "[1]", '{"message": "1"}', '{"message": "2"}'])
+    (group,) = play_environment(spec, lambda prompt: next(answers)).groups
+    turns = group.trajectories_G[0].transitions
+    assert [turn.metrics["malformed_action"] for turn in turns] == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("say", "why"), [("break", "gone"), ("hang", "within")])

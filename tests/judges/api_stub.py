@@ -8,16 +8,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def api_server(reply, models=("judge",), cut_off=()):
-    """Serve `reply(body, headers)`, which returns (status, JSON), and record the bodies."""
+    """Serve `reply(body, headers)`, which returns (status, JSON) or (status, JSON, headers), and
+    record the bodies.
+    """
     bodies = []
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *args):
             pass
 
-        def send(self, status, value):
+        def send(self, status, value, headers=None):
             text = json.dumps(value).encode()
             self.send_response(status)
+            for name, content in (headers or {}).items():
+                self.send_header(name, content)
             if isinstance(value, cut_off):  # a chunk that ends before its declared length
                 self.send_header("Transfer-Encoding", "chunked")
                 text = b"ffff\r\n" + text

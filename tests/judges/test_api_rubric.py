@@ -149,6 +149,40 @@ def test_the_key_is_sent_and_a_model_is_chosen(monkeypatch):
     assert [body["model"] for body in bodies] == ["b", "b"] and keys == [None, "Bearer secret"]
 
 
+def test_a_redirect_is_not_followed_with_the_key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    calls = []
+    rubric = Rubric.from_weights(POLITE_RIGHT[:1])
+    with api_server(lambda *_: calls.append(1) or first_token(("yes", 1.0))) as (other, bodies):
+        for status in (301, 302, 303, 307, 308):
+            reply = status, {}, {"Location": f"{other}/v1/chat/completions"}
+            with api_server(lambda *_, r=reply: r) as (address, _):
+                judge = APIRubricJudge(OpenAIClient(f"{address}#judge"), rubric)
+                with pytest.raises(UserError, match=f"HTTP {status}: a redirect to {other}"):
+                    judge.probe()
+    assert not bodies and not calls
+
+
+@pytest.mark.parametrize("reading", ["yes_no", "score"])
+def test_a_server_that_takes_only_max_completion_tokens_gets_it(reading):
+    """OpenAI's newer models refuse max_tokens."""
+    error = {"message": "Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead."}
+
+    def reply(body, headers):
+        if "max_tokens" in body:
+            return 400, {"error": error}
+        reply = make_reply("Score: 10") if reading == "score" else first_token(("yes", 1.0))
+        return reply if body["max_completion_tokens"] == (9 if reading == "score" else 1) else None
+
+    rubric = Rubric.from_weights(POLITE_RIGHT[:1], reading, max_tokens=9)
+    with api_server(reply) as (address, bodies):
+        judge = APIRubricJudge(OpenAIClient(address), rubric)
+        judge.probe()
+        assert len(bodies) == 2
+        ((score,),) = judge.scores([group("a")])
+    assert score.reward == 1.0 and len(bodies) == 3
+
+
 def test_addresses_are_for_rubrics_alone():
     address = "http://localhost:8000/v1"
     rubric = (("Is it right?", 1.0),)

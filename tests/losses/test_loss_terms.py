@@ -86,6 +86,21 @@ def test_expected_gradient_of_each_kl_estimator_by_enumeration(kind, on_policy):
         assert loss.item() == pytest.approx(kl.item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("gap", [-25.0, -100.0, -1000.0])
+def test_k3_pathwise_stays_finite_and_pulls_to_the_reference(gap):
+    """Below a gap of -20 it is the tangent there."""
+    logp = torch.tensor([gap], requires_grad=True)
+    value = estimate_kl(logp, torch.zeros(1), "k3_pathwise")
+    (gradient,) = torch.autograd.grad(value.sum(), logp)
+    slope = 1 - math.exp(20)
+    assert gradient.item() == pytest.approx(slope, rel=1e-6)
+    tangent = math.expm1(20) - 20 + slope * (gap + 20)
+    assert value.item() == pytest.approx(tangent, rel=1e-6)
+    inside = torch.tensor([-19.0], requires_grad=True)
+    value = estimate_kl(inside, torch.zeros(1), "k3_pathwise")
+    assert value.item() == pytest.approx(math.expm1(19) - 19, rel=1e-6)
+
+
 def test_the_value_of_k3_does_not_overflow():
     logp = torch.tensor([-1.0], requires_grad=True)
     estimate = estimate_kl(logp, torch.tensor([99.0]), "k3").sum()  # e^100 is beyond float32

@@ -198,6 +198,10 @@ def test_an_episode_that_outgrows_the_context_ends_alone(sampler):
         assert grown.get_total_rewards() == ([1 + 2 + 20] * 2 if room == 0 else [1 + 10] * 2)
         (single,) = rollout([CountdownGroupBuilder(1, [3, 2])], sampler, PARAMS, seed=2).groups
         assert get_tokens(other) == get_tokens(single)
+    # parts of a batch in which no episode overflows count too
+    builders = [long, *(CountdownGroupBuilder(i, [3, 2]) for i in (1, 2, 3))]
+    result = rollout(builders, sampler, PARAMS, seed=2, parts=4)
+    assert compute_group_metrics(result.groups)["env/all/context_overflow"] == 2 / 8
 
 
 def test_a_first_observation_without_room_costs_its_own_episodes_alone(sampler):
@@ -226,8 +230,9 @@ def test_an_episode_that_outgrows_the_kv_cache_ends_alone(tmp_path, make_stream)
     (group,) = result.groups
     # observations of 3, 7, 11, 15 and 19 tokens; the last token of an action takes no position
     assert [len(e.transitions) for e in group.trajectories_G] == [4, 2]
-    ends = [e.transitions[-1].metrics["context_overflow"] for e in group.trajectories_G]
-    assert ends == [1.0, 0.0]
+    overflows = [e.transitions[-1].metrics.get("context_overflow") for e in group.trajectories_G]
+    assert overflows == [1.0, None]
+    assert compute_group_metrics(result.groups)["env/all/context_overflow"] == 1 / 2
     (error,) = result.errors
     assert "exceed the KV cache (kv_cache_tokens) of 20" in error
 
