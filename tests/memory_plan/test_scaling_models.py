@@ -386,7 +386,7 @@ def test_weights_cross_machines_as_documented(launch, tmp_path):
         gathered = weights + 4 * DENSE.vocab_size * DENSE.hidden_size
         assert inside == pytest.approx(2 * micro_batches * gathered / 2, rel=2e-2)
     else:
-        # Sums of the shards of two ranks, of two machines each; abs covers the loss and the norm.
+        # Each rank sums its shard with that of the other machine, in each backward.
         assert result["crossing"].keys() == {"all_reduce"}
         expected = micro_batches * weights / 2
         assert result["crossing"]["all_reduce"] == pytest.approx(expected, rel=2e-2)
