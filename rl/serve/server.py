@@ -434,7 +434,7 @@ class _HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and print the address."""
+        """Start to listen, and print the address."""
         allow_port_reuse(sockets or [])
         await super().startup(sockets)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
