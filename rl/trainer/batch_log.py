@@ -63,7 +63,7 @@ class UpdateRecorder:
         metadata = {
             "loss": loss,
             "config": dict(config),
-            "divisor": divisor,
+            "divisor": float(divisor),
             "optimizer_step": len(self._learning_rates),
         }
         self._calls.append((list(data), outputs, metadata))
