@@ -7,6 +7,7 @@ for many calls together, so that episodes that are ready continue while others w
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import queue
 import threading
@@ -15,12 +16,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rl.rollout.rollout_types import EpisodeFailed
 from rl.sanitize import describe_error
 
 EpisodeKey = tuple[int, int]  # an episode: group and member
+P, T = ParamSpec("P"), TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -194,6 +196,19 @@ class EventLoopThread:
 async def await_value(value: Any) -> Any:
     """Return a value, awaited if it is awaitable, as the coroutine that an event loop requires."""
     return await value if inspect.isawaitable(value) else value
+
+
+def trace_score(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a profile show a function as a part of scoring."""
+
+    @functools.wraps(function)
+    def traced(*inputs: P.args, **options: P.kwargs) -> T:
+        from torch.profiler import record_function  # here, since help texts do not import torch
+
+        with record_function("whetstone/score"):
+            return function(*inputs, **options)
+
+    return traced
 
 
 class EnvExecutor:
