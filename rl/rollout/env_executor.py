@@ -294,6 +294,7 @@ class EnvExecutor:
             self._woken = True
             self._condition.notify_all()
 
+    @trace_score
     def take_result(self, key: EpisodeKey) -> Any:
         """Remove a finished result and return it. Raises the exception that the call raised."""
         pending = self._pending[key]

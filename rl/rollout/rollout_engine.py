@@ -184,9 +184,7 @@ class RolloutEngine:
 
     def completed_groups(self) -> list[int]:
         """Return the numbers of the groups without running episodes, in order."""
-        return sorted(
-            number for number, group in self.groups.items() if group.running_episodes == 0
-        )
+        return sorted(number for number, group in self.groups.items() if not group.running_episodes)
 
     def take_rollouts(self, numbers: Sequence[int]) -> RolloutBatch:
         """Remove the groups `numbers` and return them in that order, with the counters since the
@@ -250,7 +248,7 @@ class RolloutEngine:
         self._call_environments()
         if self.lockstep and self._running_calls:
             self.executor.wait(set(self._running_calls))
-        awaited = len(self.executor) > 0 or self.is_updating()
+        awaited = bool(self.executor) or self.is_updating()
         blocked = awaited and not any(
             player_stream.stream.busy for player_stream in self.player_streams.values()
         )
@@ -332,7 +330,6 @@ class RolloutEngine:
         """
         return env.blocks and not (self.lockstep and self.env_timeout is None)
 
-    @trace_score
     def _receive_result(
         self, key: EpisodeKey, recorded_error: str | None, failed: dict[EpisodeKey, str]
     ) -> None:
