@@ -11,11 +11,11 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
+from rl.jsonl import Row
+
 # Upper ends of the bands by which the pages colour tokens (templates/tokens.css), the last band has
 # none: a token's probability, its entropy in nats, and the ratio of its probabilities at the update
 # and at sampling.
-from rl.jsonl import Row
-
 TOKEN_BANDS = {
     "p": (0.01, 0.05, 0.2, 0.5, 0.8),
     "e": (0.1, 0.3, 0.7, 1.2, 2.0),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from rl.config import CHANGEABLE_OPTIONS, CHANGEABLE_SETTINGS
@@ -76,7 +77,7 @@ def average_rows(
             name: [table[key].get(name) for table in tables] for name in first
         }
         spreads = {
-            name: (fmean(values), stdev(values))
+            name: _measure_spread(values)
             for name, values in columns.items()
             if all(isinstance(value, (int, float)) for value in values)
         }
@@ -85,3 +86,12 @@ def average_rows(
             numbers = {name: mean + sign * sd for name, (mean, sd) in spreads.items()}
             rows.append({"step": step, "stage": key[0], **numbers})
     return averaged
+
+
+def _measure_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and the standard deviation of a sample of at least two values.
+
+    `statistics.stdev` calculates with fractions: a plot of long runs would take 15 times as long.
+    """
+    mean = fmean(values)
+    return mean, math.dist(values, [mean] * len(values)) / math.sqrt(len(values) - 1)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl.algorithms import StreamedStep
 from rl.client import SamplingClient
@@ -25,8 +25,17 @@ from rl.seed import derive_seed
 from rl.trainer.trainer import Trainer, TrainingBatch
 from rl.types import Problem
 
-# metrics of an update, version of the new weights, and their client if they are being sent
-PolicyUpdate = tuple[dict[str, float], int, SamplingClient | None]
+
+class PolicyUpdate(NamedTuple):
+    """Hold an update's metrics, the version of the new weights, and their client.
+
+    The client is None if sampler and learner share their ranks: then the weights are synced
+    between two slices.
+    """
+
+    metrics: dict[str, float]
+    version: int
+    new_weights: SamplingClient | None
 
 
 class BatchSource(abc.ABC):
@@ -190,13 +199,11 @@ class AsyncSource(BatchSource):
         self._switch_to_pending()
         assert batch.rollouts is not None
         staleness = self.in_flight.metrics(batch.rollouts, self.learner_version)
-        metrics, self.learner_version, self._new_weights = result
-        return metrics | staleness
+        self.learner_version, self._new_weights = result.version, result.new_weights
+        return result.metrics | staleness
 
     def update_and_send(self, batch: TrainingBatch, pending: SamplingClient | None) -> PolicyUpdate:
-        """Train on a batch and begin to send the new weights. Return the update's metrics, the
-        version of the new weights, and their client. The client is None if sampler and learner
-        share their ranks: then the weights are synced between two slices.
+        """Train on a batch and begin to send the new weights.
 
         `pending` holds the weights of the previous update if they are still being sent; the new
         ones are sent after them.
@@ -211,7 +218,7 @@ class AsyncSource(BatchSource):
             if trainer.is_save_due(batch.number + 1):
                 # a checkpoint waits for them; sampling continues meanwhile
                 _ = new_weights.version
-        return metrics, version, new_weights
+        return PolicyUpdate(metrics, version, new_weights)
 
     def sync_weights(self, number: int) -> SamplingClient:
         """Sync the weights after an update. New weights that are already being sent arrive in the

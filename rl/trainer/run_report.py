@@ -125,7 +125,8 @@ def describe_headline(run: SavedRun) -> dict[str, Any]:
         held_out = HeldOutMetrics.from_rows(run.select_rows(name))
         if held_out.before is not None:
             figures.append((f"held-out {held_out.what}, {name}", held_out.before, held_out.after))
-            if len(run.list_values(name, GREEDY_METRICS[1])) > 1:
+            greedy = GREEDY_METRICS[held_out.what == "reward"]
+            if len(run.list_values(name, greedy)) > 1:
                 ends = held_out.greedy_before, held_out.greedy_after
                 figures.append((f"greedy {held_out.what}, {name}", *ends))
             remarks += filter(None, [held_out.describe_sharpening()])

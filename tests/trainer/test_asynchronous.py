@@ -278,7 +278,7 @@ def test_what_does_not_go_together_is_refused_by_name(inputs, says):
 def attach_weights(source, result):
     """Return the result of an update that sends its weights to ranks that only sample."""
     policy = source.trainer.models.policy
-    return *result[:2], policy.save_weights_and_get_sampling_client()
+    return result._replace(new_weights=policy.save_weights_and_get_sampling_client())
 
 
 @pytest.mark.slow
