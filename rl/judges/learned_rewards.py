@@ -276,7 +276,7 @@ def apply_learned_rewards(
     from torch.profiler import record_function  # here, since help texts do not import torch
 
     start = time.perf_counter()
-    with record_function("whetstone/score"):
+    with record_function("whetstone/judge"):
         groups, errors = rewards.judge_groups(rollouts.groups)
     seconds = rollouts.score_seconds + time.perf_counter() - start
     return replace(

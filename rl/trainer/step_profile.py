@@ -17,7 +17,7 @@ from rl.errors import UserError
 PARTS = {
     "sample": ("sample", "run_steps"),
     "wait": ("wait",),
-    "score": ("score",),
+    "score": ("score", "judge"),
     "collate": ("collate",),
     "forward": ("forward",),
     "backward": ("backward",),
@@ -33,7 +33,9 @@ PARTS = {
 OVERLAP = "parts at the same time"
 REST = "rest of the step"
 TOTAL = "wall time of the step"
-STEP, SCORE = "step", "score"
+STEP, JUDGE = "step", "judge"
+# what a judge model may execute while its scores are awaited
+JUDGE_CALLS = ("sample", "run_steps", "collate", "forward")
 NUM_OPERATORS = 20
 
 Interval = tuple[float, float]  # start and end in microseconds
@@ -158,7 +160,7 @@ def measure_parts(regions: Sequence[TracedEvent]) -> dict[str, tuple[float, floa
     the rows above TOTAL add up to it. What a judge model samples and computes is part of "score".
     """
     steps = [region.interval for region in regions if region.name == STEP]
-    scores = [region.interval for region in regions if region.name == SCORE]
+    judgements = [region.interval for region in regions if region.name == JUDGE]
     total = sum(end - start for start, end in steps)
     seconds: dict[str, tuple[float, float]] = {}
     covered: list[Interval] = []
@@ -168,7 +170,7 @@ def measure_parts(regions: Sequence[TracedEvent]) -> dict[str, tuple[float, floa
             for region in regions
             if region.name in names
             and any(start <= region.interval[0] < end for start, end in steps)
-            and (region.name == SCORE or not _is_within(region.interval, scores))
+            and not (region.name in JUDGE_CALLS and _is_within(region.interval, judgements))
         ]
         intervals = [_clip(region.interval, steps) for region in members]
         covered += intervals

@@ -135,7 +135,7 @@ def test_the_table_against_hand_made_regions():
         region("forward", 350, 380, 60),  # of another thread
         region("sample", 600, 900, 999),  # the evaluation
         region("step", 1000, 1500),
-        region("score", 1000, 1150),
+        region("judge", 1000, 1150),
         region("sample", 1010, 1050, 7),  # by the judge: part of the score
         region("update", 1450, 1600),  # ends after the step
     ]
@@ -158,6 +158,24 @@ def test_the_table_against_hand_made_regions():
     # a second trace, of as many steps
     twice = format_parts([measure_parts(regions)] * 2, 4, cuda=True)
     assert twice == text
+
+
+def test_an_update_beside_a_slow_reward_keeps_its_rows():
+    """The reward runs in the loop's thread, and the update of asynchronous training in another."""
+    regions = [
+        region("step", 0, 500),
+        region("score", 0, 300),
+        region("forward", 100, 120, 60),
+        region("backward", 120, 180, 100),
+        region("judge", 300, 400),
+        region("backward", 310, 330, 50),  # no judge model has a backward
+    ]
+    figures = measure_parts(regions)
+    assert figures["score"] == (0.4, 0.0)
+    assert figures["forward"] == pytest.approx((0.02, 0.06))
+    assert figures["backward"] == pytest.approx((0.08, 0.15))
+    assert figures["parts at the same time"] == pytest.approx((-0.1, 0.0))
+    assert figures["wall time of the step"] == pytest.approx((0.5, 0.21))
 
 
 def test_a_run_of_a_single_step_is_profiled(tmp_path, capsys):
