@@ -7,8 +7,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,8 +50,8 @@ class ServerPool:
     server are detected. `root`: folder of the weights that servers load. `started_server`: one that
     this run starts, in place of `urls`; `sleeps`: it frees its memory in `sleep`. `needs_experts`:
     samples hold the experts of their tokens. `needs_adapters`: the servers hold the adapters of
-    many clients. Raises UserError if a server of `urls` does not answer, or was started with
-    settings that cannot work.
+    many clients. `max_rows`: most samples in flight. Raises UserError if a server of `urls` does
+    not answer, or was started with settings that cannot work.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class ServerPool:
         self._resident_learner: Hashable = None
         self.executor = ThreadPoolExecutor(min(max_rows, _MAX_THREADS), "vllm")
         self._score_executor = ThreadPoolExecutor(_SCORE_THREADS, "vllm-score")
-        self._is_closed = False
+        self._max_rows, self._free_rows = max_rows, threading.Semaphore(max_rows)
+        self._next_in_line = threading.Lock()  # held by the request that waits for free rows
+        self.is_closed = False
         # atexit's functions run after the threads have executed all that is queued
         threading._register_atexit(_close_pool, weakref.ref(self))  # type: ignore[attr-defined]
         self._lock = threading.Lock()
@@ -139,8 +142,10 @@ class ServerPool:
 
     @property
     def max_samples(self) -> int:
-        """Return the most samples of a request that every server takes."""
-        return min(server.max_samples for server in self.servers)
+        """Return the most samples of a request: every server takes them, and `max_rows` allows
+        them.
+        """
+        return min(self._max_rows, *(server.max_samples for server in self.servers))
 
     @property
     def root(self) -> Path:
@@ -280,11 +285,25 @@ class ServerPool:
         """Drop the requests that have not been sent, send no request again, and end the server that
         this run started.
         """
-        self._is_closed = True
+        self.is_closed = True
         for server in self.servers:
             server.close()
         for executor in (self.executor, self._score_executor):
             executor.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def reserve_rows(self, num_samples: int) -> Iterator[None]:
+        """Wait until the samples in flight with these, at most `max_samples`, are at most
+        `max_rows`. The time limit of a request would otherwise include its time in the queue of a
+        server.
+        """
+        with self._next_in_line:
+            for _ in range(num_samples):
+                self._free_rows.acquire()
+        try:
+            yield
+        finally:
+            self._free_rows.release(num_samples)
 
     def send(
         self,
@@ -313,7 +332,7 @@ class ServerPool:
             try:
                 return work(server)
             except VllmServerError as error:
-                if self._is_closed or not is_needed():
+                if self.is_closed or not is_needed():
                     raise
                 server.wait_for_recovery(error, self._labels)
                 if server.num_failures > num_failures:

@@ -183,7 +183,10 @@ class VllmEngine:
 
         result: list[SampledSequence] | BaseException
         try:
-            result = self.pool.send(work, lambda: request_id in self._states, len(samples))
+            with self.pool.reserve_rows(len(samples)):
+                if self.pool.is_closed or request_id not in self._states:
+                    return
+                result = self.pool.send(work, lambda: request_id in self._states, len(samples))
         except BaseException as error:  # noqa: BLE001  (raised by the step that reads the result)
             result = error
         self._results.put((request_id, samples[0], result))

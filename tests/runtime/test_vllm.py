@@ -347,6 +347,30 @@ def test_a_group_is_requested_in_parts_of_the_size_that_the_server_decodes(serve
     assert read(sample(sampler, 1, 5)) == read(samples)
 
 
+@pytest.mark.parametrize(("rows", "most"), [(6, 6), (2, 2), (1024, 24)])
+def test_a_server_gets_no_more_samples_at_once_than_max_rows(rows, most, servers, connect):
+    """A request's time limit would otherwise include its time in the server's queue."""
+    (stub,), urls = servers()
+    sampler = make_policy(connect(urls, rows=rows)).save_weights_and_get_sampling_client()
+    in_flight, seen, generate, lock = [], [], stub.generate, threading.Lock()
+    barrier = threading.Barrier(8)  # of the requests, where all may run at once
+
+    def record(prompt, params, name=None):
+        with lock:
+            in_flight.append(params["n"])
+            seen.append(sum(in_flight))
+        if rows == 1024:
+            barrier.wait(60)
+        reply = generate(prompt, params, name)
+        with lock:
+            in_flight.remove(params["n"])
+        return reply
+
+    stub.generate = record
+    sample(sampler, 8, 3)
+    assert max(seen) == most
+
+
 def test_every_number_reaches_the_server(servers, connect):
     (stub,), urls = servers()
     sampler = make_policy(connect(urls)).save_weights_and_get_sampling_client()
@@ -678,6 +702,23 @@ def test_samples_that_nobody_waits_for_are_not_requested(ending, servers):
         ending
     ]()
     blocked.set()
+    pool.executor.shutdown(wait=True)
+    assert len(stub.bodies) == 1  # the check at the start
+
+
+@pytest.mark.parametrize("ending", ["cancel", "pool"])
+def test_requests_that_wait_for_rows_end_with_those_who_wait_for_them(ending, servers):
+    (stub,), urls = servers()
+    pool = ServerPool(urls, "nonce", max_rows=2)
+    decoder = VllmDecoder(pool, 14, None, 0)
+    decoder.replace_weights(None, 0)
+    pool.set_weights(decoder.weights_id, [True])
+    engine = VllmEngine(decoder)
+    with pool.reserve_rows(2):  # others are being sampled
+        request_id = engine.add(SamplingRequest(prompt=[3, 4], num_samples=2, params=PARAMS))
+        while not pool._next_in_line.locked():
+            time.sleep(0.01)
+        engine.cancel(request_id) if ending == "cancel" else pool.close()
     pool.executor.shutdown(wait=True)
     assert len(stub.bodies) == 1  # the check at the start
 
