@@ -20,8 +20,8 @@ from torch import Tensor
 from kernels.common import LOG2E
 from kernels.linear_logprob_triton import FLOOR, GROUP, TO_NATS, _item, _products
 from kernels.matmul_operands import align_operand, build_matmul_options
-from kernels.sample_tokens import VocabShard
 from kernels.tile_config import TileConfig, get_gpu_info, select_tile_sizes
+from kernels.vocab_shard import VocabShard
 
 SLICE_COLUMNS = 64
 MAX_PICK_SLICES = 4096
