@@ -48,11 +48,7 @@ def _sample_torch(
         z = compute_logits(lo)
         tops.append(z.amax(1))
         sums.append(z.sub_(tops[-1][:, None]).exp_().sum(1, dtype=torch.float64))
-    stats_2NB = torch.stack([torch.stack(tops, 1).double(), torch.stack(sums, 1)])
-    if shard is not None:
-        blocks = -(-shard.widest // COLUMNS)
-        stats_2NB = shard.concatenate(F.pad(stats_2NB, (0, blocks - len(tops)), value=-torch.inf))
-    top_NB, sum_NB = stats_2NB[0].float(), stats_2NB[1].clamp_min(0.0)  # padding: -inf, sum 0
+    top_NB, sum_NB = _stack_blocks(tops, sums, shard)
     top_N = top_NB.amax(1)
     weight_NB = sum_NB * (top_NB - top_N[:, None]).double().exp()
     # the block of the token, and the rest of u times the total for it, in units of exp(top)
@@ -60,17 +56,30 @@ def _sample_torch(
     if greedy_N is not None:
         block_N = torch.where(greedy_N, top_NB.argmax(1), block_N)
     if shard is not None:
-        block_N, here_N = shard.find_local(block_N, blocks)
+        block_N, here_N = shard.find_local(block_N, -(-shard.widest // COLUMNS))
         block_N = block_N.clamp_max(len(tops) - 1)  # NaN may select the padding
     token_N, logit_N = torch.zeros_like(block_N), torch.zeros_like(top_N)
     for block in block_N.unique().tolist():
         rows, lo = (block_N == block).nonzero()[:, 0], block * COLUMNS
         z = compute_logits(lo, rows)
-        column, _, _ = _search_cumulative((z - top_N[rows, None]).exp_(), rest_N[rows])
+        column = _search_cumulative((z - top_N[rows, None]).exp_(), rest_N[rows])[0]
         column = column if greedy_N is None else torch.where(greedy_N[rows], z.argmax(1), column)
         token_N[rows], logit_N[rows] = lo + column, z.gather(1, column[:, None])[:, 0]
     logprob_N = logit_N - top_N - total_N.log().float()
     return (token_N, logprob_N) if shard is None else shard.combine(token_N, logprob_N, here_N)
+
+
+def _stack_blocks(
+    tops: list[Tensor], sums: list[Tensor], shard: VocabShard | None
+) -> tuple[Tensor, Tensor]:
+    """Return the largest logit and the sum of every block, [N, B] each, those of all processes that
+    hold the vocabulary together.
+    """
+    stats_2NB = torch.stack([torch.stack(tops, 1).double(), torch.stack(sums, 1)])
+    if shard is not None:
+        missing = -(-shard.widest // COLUMNS) - len(tops)
+        stats_2NB = shard.concatenate(F.pad(stats_2NB, (0, missing), value=-torch.inf))
+    return stats_2NB[0].float(), stats_2NB[1].clamp_min(0.0)  # padding: -inf, sum 0
 
 
 def _search_cumulative(weight_NX: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
