@@ -117,6 +117,14 @@ def test_a_table_names_its_bad_rows_and_what_is_no_table(tmp_path, text, says):
         assert get_contents(load_problems(path, on_bad_row="skip")) == ["1+1=", "3+3\n="]
 
 
+def test_blank_lines_before_the_names_of_the_columns_are_skipped(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("\n\nprompt,answer\n\n1+1=,2\n")
+    (problem,) = load_problems(path)
+    assert get_contents([problem]) == ["1+1="] and problem.meta == {"answer": "2"}
+    assert problem.place == "x.csv line 5"
+
+
 def test_what_is_no_table_is_said_and_cells_may_hold_json(tmp_path):
     for name in ("y.parquet", "y.arrow"):
         (tmp_path / name).write_bytes(b"no table at all")
