@@ -180,6 +180,29 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
     assert len(load_problems(cache)) == 2
 
 
+@pytest.mark.parametrize(
+    ("names", "config", "expected"),
+    [
+        (("easy\n  default: true", "2024"), "2024", 2),  # YAML reads the name as a number
+        (("easy\n  default: true", "2024"), None, 1),
+        (("same", "same"), "same", 1),
+        (("same", "same"), None, "has the configurations same, same: choose one"),
+        (("null", "null"), None, "has the configurations None, None: choose one"),
+    ],
+)
+def test_configurations_with_odd_names(tmp_path, names, config, expected):
+    head = "---\nconfigs:\n"
+    for count, name in enumerate(names, start=1):
+        write_rows(tmp_path / f"{count}.jsonl", *make_sum_rows(count))
+        head += f"- config_name: {name}\n  data_files: {count}.jsonl\n"
+    (tmp_path / "README.md").write_text(f"{head}---\n")
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            load_problems(tmp_path, config=config)
+    else:
+        assert len(load_problems(tmp_path, config=config)) == expected
+
+
 def test_splits_of_other_names_are_not_mixed(tmp_path):
     """A repository with train_sft and train_gen has no split train."""
     listed = ""
