@@ -124,8 +124,7 @@ def _files_of_readme(folder: Path, config: str | None) -> dict[str, list[Path]]:
     defaults = [name for name, item in configs if item.get("default") or name == "default"]
     if config is None and not defaults and len(configs) > 1:
         raise UserError(
-            f"{folder} has the configurations {', '.join(names)}: choose one with "
-            f"--dataset-config"
+            f"{folder} has the configurations {', '.join(names)}: choose one with --dataset-config"
         )
     chosen = next(name for name in (config, *defaults, *names) if name is not None)
     files = dict(reversed(configs))[chosen].get("data_files") or []
