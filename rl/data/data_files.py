@@ -115,19 +115,19 @@ def _files_of_readme(folder: Path, config: str | None) -> dict[str, list[Path]]:
     except yaml.YAMLError:
         return {}
     listed = front_matter.get("configs") or [] if isinstance(front_matter, dict) else []
-    configs = {str(item.get("config_name")): item for item in listed if isinstance(item, Mapping)}
+    configs = [(str(item.get("config_name")), item) for item in listed if isinstance(item, Mapping)]
+    names = [name for name, _ in configs]
     if not configs:
         return {}
-    if config is not None and config not in configs:
-        raise UserError(f"{readme} names no configuration {config!r}: it has {', '.join(configs)}")
-    defaults = [name for name, item in configs.items() if item.get("default") or name == "default"]
+    if config is not None and config not in names:
+        raise UserError(f"{readme} names no configuration {config!r}: it has {', '.join(names)}")
+    defaults = [name for name, item in configs if item.get("default") or name == "default"]
     if config is None and not defaults and len(configs) > 1:
         raise UserError(
-            f"{folder} has the configurations {', '.join(configs)}: choose one with "
-            f"--dataset-config"
+            f"{folder} has the configurations {', '.join(names)}: choose one with --dataset-config"
         )
-    chosen = next(name for name in (config, *defaults, *configs) if name is not None)
-    files = configs[chosen].get("data_files") or []
+    chosen = next(name for name in (config, *defaults, *names) if name is not None)
+    files = dict(reversed(configs))[chosen].get("data_files") or []
     if isinstance(files, (str, list)) and not any(isinstance(item, Mapping) for item in files):
         files = [{"split": "train", "path": files}]
     by_split: dict[str, dict[Path, None]] = {}  # each file once

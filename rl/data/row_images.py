@@ -65,7 +65,7 @@ class RowImages:
                 f"no column {self.column!r} with images; it has {', '.join(map(repr, columns))}"
             )
         candidates = (name for name in COLUMNS if columns.get(name) is not None)
-        return _images_in(columns.get(self.column or next(candidates, "")))
+        return _images_in(columns.get(self.column or next(candidates, COLUMNS[0])))
 
     def _fill_parts(self, messages: Messages, images: list[Any]) -> list[Message]:
         """Insert images at the image parts of the messages that have no image."""

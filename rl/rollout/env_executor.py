@@ -22,7 +22,8 @@ from rl.rollout.rollout_types import EpisodeFailed
 from rl.sanitize import describe_error
 
 EpisodeKey = tuple[int, int]  # an episode: group and member
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(eq=False)

@@ -513,7 +513,7 @@ def to_messages(chat: Sequence[ChatMessage]) -> list[Message]:
             broken = [call for call in functions if isinstance(call["arguments"], str)]
             texts = [item.content] if item.content or not broken else []
             message["content"] = "\n".join([*texts, *map(format_broken_call, broken)])
-            if calls := [call for call in functions if call not in broken]:
+            if calls := [call for call in functions if not isinstance(call["arguments"], str)]:
                 message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
         elif item.role == "tool" and (name := item.name or names.get(str(item.tool_call_id))):
             message["name"] = str(name)

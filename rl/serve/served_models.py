@@ -345,8 +345,11 @@ class ModelManager:
             self.session_store.samplers.pop(sampler.sampler_id, None)
 
     def _free_ended_model(self, model: ModelRecord) -> VerbSteps:
-        """Drop the gradient of a model whose session has ended, write the model, and free it."""
-        yield
+        """Drop the gradient of a model whose session has ended, write the model, and free it.
+
+        Also remove the samplers that its last requests have created.
+        """
+        yield from self._free_samplers(model.session)
         self._try_write(model, "its session ended")
         self.free_model(model)
 

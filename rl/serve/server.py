@@ -405,7 +405,7 @@ def main(args: argparse.Namespace) -> int:
             lifespan="off",
             server_header=False,
             callback_notify=keep_up,
-            timeout_notify=-(10**9),  # once a second, even if the clock is set back
+            timeout_notify=-(10**10),  # once a second, even if the clock is set back
             # for responses that are being sent
             timeout_graceful_shutdown=max(1, int(settings.stop_grace / 6)),
         )

@@ -117,6 +117,14 @@ def test_a_table_names_its_bad_rows_and_what_is_no_table(tmp_path, text, says):
         assert get_contents(load_problems(path, on_bad_row="skip")) == ["1+1=", "3+3\n="]
 
 
+def test_blank_lines_before_the_names_of_the_columns_are_skipped(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("\n\nprompt,answer\n\n1+1=,2\n")
+    (problem,) = load_problems(path)
+    assert get_contents([problem]) == ["1+1="] and problem.meta == {"answer": "2"}
+    assert problem.place == "x.csv line 5"
+
+
 def test_what_is_no_table_is_said_and_cells_may_hold_json(tmp_path):
     for name in ("y.parquet", "y.arrow"):
         (tmp_path / name).write_bytes(b"no table at all")
@@ -170,6 +178,29 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
     write_rows(cache / "snapshots" / "abc" / "train.jsonl", *make_sum_rows(2))
     write_rows(cache / "snapshots" / "old" / "train.jsonl", *make_sum_rows(1))
     assert len(load_problems(cache)) == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "config", "expected"),
+    [
+        (("easy\n  default: true", "2024"), "2024", 2),  # YAML reads the name as a number
+        (("easy\n  default: true", "2024"), None, 1),
+        (("same", "same"), "same", 1),
+        (("same", "same"), None, "has the configurations same, same: choose one"),
+        (("null", "null"), None, "has the configurations None, None: choose one"),
+    ],
+)
+def test_configurations_with_odd_names(tmp_path, names, config, expected):
+    head = "---\nconfigs:\n"
+    for count, name in enumerate(names, start=1):
+        write_rows(tmp_path / f"{count}.jsonl", *make_sum_rows(count))
+        head += f"- config_name: {name}\n  data_files: {count}.jsonl\n"
+    (tmp_path / "README.md").write_text(f"{head}---\n")
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            load_problems(tmp_path, config=config)
+    else:
+        assert len(load_problems(tmp_path, config=config)) == expected
 
 
 def test_splits_of_other_names_are_not_mixed(tmp_path):

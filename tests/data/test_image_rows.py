@@ -317,6 +317,7 @@ def test_rows_bring_images_in_columns_and_messages(tmp_path):
          ["image", " and ", "image", "?"], (1, 2)),
         ({"prompt": "what?", "image": coded}, ["image", "what?"], (2,)),
         ({"prompt": "what?", "images": None}, "what?", ()),
+        ({"prompt": "what?", "": "no image"}, "what?", ()),  # a column without a name
         ({"prompt": text, "image": names[0]}, ["a", "image", "image"], (1, 2)),
     ]  # fmt: skip
     path = write_rows(tmp_path / "rows.jsonl", *({**row, "answer": "x"} for row, *_ in cases))

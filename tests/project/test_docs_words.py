@@ -33,7 +33,7 @@ OTHERS = {
     # vllm serve
     *"enable-scale-out enable-lora enable-return-routed-experts hf-overrides logprobs-mode".split(),
     *"lora-target-modules max-cpu-loras max-lora-rank max-loras max-model-len".split(),
-    *"no-enable-chunked-prefill tensor-parallel-size".split(),
+    *"no-enable-chunked-prefill no-enable-sleep-mode tensor-parallel-size".split(),
 }
 # scripts of bench/ with flags that pages name
 BENCH = {"gpu", "campaign", "grpo_vs_trl", "harness", "sampler", "staleness", "vllm_learns"}

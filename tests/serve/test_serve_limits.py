@@ -399,6 +399,21 @@ def test_the_memory_of_a_session_that_ends_is_freed_though_its_file_cannot_be_wr
     assert until(lambda: record.client is None)
 
 
+def test_samplers_that_the_last_requests_of_an_ended_session_create_are_freed(tmp_path):
+    with open_server(tmp_path) as (first, wires):
+        model, store = wires.model(), first.session_store
+        with hold_requests(first):
+            # the lane of the session's end is over before these requests have run
+            wires.ask(model, 1, make_text_datums())
+            wires.step(model, 2)
+            fields = {"model_id": model, "seq_id": 3, "sampling_session_seq_id": 0}
+            last = wires.post("save_weights_for_sampler", **fields)
+            first.model_manager.end_session(store.sessions[wires.session], "silent")
+        assert wires.wait(last)["sampling_session_id"]
+        assert until(lambda: not len(first.engine.queue))
+        assert store.models[model].client is None and not store.samplers
+
+
 def test_a_model_without_a_tokenizer_samples_from_token_ids(tmp_path):
     bare = str(tmp_path / "bare")
     load_model(BASE).model.save_pretrained(bare)
