@@ -201,10 +201,10 @@ class ObjectGroup:
         one is sent. Rank 0 does not wait for NCCL, which reports no lost rank before its timeout:
         the next `gather` does.
         """
-        bound, cuda = datetime.timedelta(seconds=self.timeout_seconds), torch.cuda.is_available()
         if self._buffers is None:
-            backend = "nccl" if cuda else "gloo"
-            self._buffers = self._members.group("buffers", bound, backend)
+            cuda = torch.cuda.is_available()
+            bound = datetime.timedelta(seconds=self.timeout_seconds)
+            self._buffers = self._members.group("buffers", bound, "nccl" if cuda else "gloo")
             self._staging = StagingBuffers() if cuda and self.rank == 0 else None
         self.sent_buffer_bytes += buffer.nbytes if self.rank == 0 else 0
         with self._mark_waiting():
@@ -317,6 +317,10 @@ class ObjectGroup:
         )
 
 
+# a buffer that is copied ahead: in host memory, on the device, and its stream
+StagedBuffer = tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]
+
+
 class StagingBuffers:
     """Copy buffers from pinned host memory to the GPU and send them from there: while one is sent,
     the next is copied.
@@ -327,8 +331,7 @@ class StagingBuffers:
 
     def __init__(self) -> None:
         self._streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-        # the buffer that is copied ahead: in host memory, on the device, and its stream
-        self._staged: tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream] | None = None
+        self._staged: StagedBuffer | None = None
 
     def send(
         self,
@@ -349,10 +352,11 @@ class StagingBuffers:
             self._staged = self._copy(following)
         return on_device
 
-    def _copy(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]:
+    def _copy(self, buffer: torch.Tensor) -> StagedBuffer:
         self._streams.reverse()
-        with torch.cuda.stream(self._streams[0]):
-            return buffer, buffer.cuda(non_blocking=True), self._streams[0]
+        stream = self._streams[0]
+        with torch.cuda.stream(stream):
+            return buffer, buffer.cuda(non_blocking=True), stream
 
 
 def _arrives_in_time(work: dist.Work | None, seconds: float) -> bool:
