@@ -9,10 +9,11 @@ from kernels.device_checks import check_kernels_agree
 from kernels.linear_logprob import linear_logprob
 from kernels.paged_attention import compute_paged_attention
 from kernels.policy_loss import policy_loss
-from kernels.sample_tokens import VocabShard, sample_tokens
+from kernels.sample_tokens import sample_tokens
 from kernels.token_logprob import token_logprob
 from kernels.topk_target_logprob import topk_target_logprob
 from kernels.vocab_chunks import estimate_saved_bytes, estimate_workspace_bytes
+from kernels.vocab_shard import VocabShard
 
 __all__ = [
     "UNBOUNDED",

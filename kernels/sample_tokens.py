@@ -10,9 +10,6 @@ block by block. Processes that hold an LM head together exchange the sums of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,49 +21,10 @@ from kernels.common import (
     check_tokens,
     device_context,
 )
+from kernels.vocab_shard import VocabShard
 
 NAME = "sample_tokens"
 COLUMNS = 4096  # columns of a vocabulary block in the torch path
-
-
-@dataclass(frozen=True, slots=True)
-class VocabShard:
-    """Describe the rows of an LM head that this process holds, if a group of processes holds it
-    together (tensor parallelism).
-
-    The rows are consecutive in the order of `rank`. `first`: the token of the first row here;
-    `widest`: the most rows that a process holds. `all_gather` returns the tensors of all processes,
-    in order, and `all_reduce_` their sum, in place. All processes have the same hidden states,
-    temperatures and random numbers, and make the same calls.
-    """
-
-    rank: int
-    first: int
-    widest: int
-    all_gather: Callable[[Tensor], list[Tensor]]
-    all_reduce_: Callable[[Tensor], Tensor]
-
-    def concatenate(self, x: Tensor) -> Tensor:
-        """Return the tensors [.., X] of all processes along the last dimension."""
-        return torch.cat(self.all_gather(x), dim=-1)
-
-    def find_local(self, block_N: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the index here of each block of the whole vocabulary, and whether the block is
-        here; another process's block has some index. `count`: blocks of each process.
-        """
-        index_N = block_N - self.rank * count
-        return index_N.clamp(0, count - 1), (index_N >= 0) & (index_N < count)
-
-    def combine(self, token_N: Tensor, logprob_N: Tensor, here_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's token and logprob from the process where it is `here`. Tokens are
-        indices of rows there.
-        """
-        sampled = torch.stack([(token_N + self.first).double(), logprob_N.double()])
-        token_N, logprob_N = self.all_reduce_(
-            sampled.masked_fill_(here_N.logical_not(), 0.0)
-        ).unbind(0)
-        return token_N.long(), logprob_N.float()
-
 
 # --------------------------------------------------------------------------------------- torch path
 
@@ -90,11 +48,7 @@ def _sample_torch(
         z = compute_logits(lo)
         tops.append(z.amax(1))
         sums.append(z.sub_(tops[-1][:, None]).exp_().sum(1, dtype=torch.float64))
-    stats_2NB = torch.stack([torch.stack(tops, 1).double(), torch.stack(sums, 1)])
-    if shard is not None:
-        blocks = -(-shard.widest // COLUMNS)
-        stats_2NB = shard.concatenate(F.pad(stats_2NB, (0, blocks - len(tops)), value=-torch.inf))
-    top_NB, sum_NB = stats_2NB[0].float(), stats_2NB[1].clamp_min(0.0)  # padding: -inf, sum 0
+    top_NB, sum_NB = _stack_blocks(tops, sums, shard)
     top_N = top_NB.amax(1)
     weight_NB = sum_NB * (top_NB - top_N[:, None]).double().exp()
     # the block of the token, and the rest of u times the total for it, in units of exp(top)
@@ -102,17 +56,30 @@ def _sample_torch(
     if greedy_N is not None:
         block_N = torch.where(greedy_N, top_NB.argmax(1), block_N)
     if shard is not None:
-        block_N, here_N = shard.find_local(block_N, blocks)
+        block_N, here_N = shard.find_local(block_N, -(-shard.widest // COLUMNS))
         block_N = block_N.clamp_max(len(tops) - 1)  # NaN may select the padding
     token_N, logit_N = torch.zeros_like(block_N), torch.zeros_like(top_N)
     for block in block_N.unique().tolist():
         rows, lo = (block_N == block).nonzero()[:, 0], block * COLUMNS
         z = compute_logits(lo, rows)
-        column, _, _ = _search_cumulative((z - top_N[rows, None]).exp_(), rest_N[rows])
+        column = _search_cumulative((z - top_N[rows, None]).exp_(), rest_N[rows])[0]
         column = column if greedy_N is None else torch.where(greedy_N[rows], z.argmax(1), column)
         token_N[rows], logit_N[rows] = lo + column, z.gather(1, column[:, None])[:, 0]
     logprob_N = logit_N - top_N - total_N.log().float()
     return (token_N, logprob_N) if shard is None else shard.combine(token_N, logprob_N, here_N)
+
+
+def _stack_blocks(
+    tops: list[Tensor], sums: list[Tensor], shard: VocabShard | None
+) -> tuple[Tensor, Tensor]:
+    """Return the largest logit and the sum of every block, [N, B] each, those of all processes that
+    hold the vocabulary together.
+    """
+    stats_2NB = torch.stack([torch.stack(tops, 1).double(), torch.stack(sums, 1)])
+    if shard is not None:
+        missing = -(-shard.widest // COLUMNS) - len(tops)
+        stats_2NB = shard.concatenate(F.pad(stats_2NB, (0, missing), value=-torch.inf))
+    return stats_2NB[0].float(), stats_2NB[1].clamp_min(0.0)  # padding: -inf, sum 0
 
 
 def _search_cumulative(weight_NX: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

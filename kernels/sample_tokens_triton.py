@@ -20,8 +20,8 @@ from torch import Tensor
 from kernels.common import LOG2E
 from kernels.linear_logprob_triton import FLOOR, GROUP, TO_NATS, _item, _products
 from kernels.matmul_operands import align_operand, build_matmul_options
-from kernels.sample_tokens import VocabShard
 from kernels.tile_config import TileConfig, get_gpu_info, select_tile_sizes
+from kernels.vocab_shard import VocabShard
 
 SLICE_COLUMNS = 64
 MAX_PICK_SLICES = 4096
@@ -291,6 +291,25 @@ def _sum_slices(
     return stats
 
 
+def _pick_slices(
+    stats: Tensor, uniform_N: Tensor, greedy_N: Tensor | None, pick: tuple[int, int] | None
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return of each row the chosen slice, the rest of u times the total for it, the largest z and
+    the log2 of the total; and `greedy_N` as the kernels take it. `stats`: see `_sum_slices`.
+    """
+    (slice_max, total), (_, N, slices) = stats.unbind(0), stats.shape
+    dtypes = torch.int32, torch.float64, torch.float32, torch.float32
+    choice = tuple(torch.empty(N, dtype=dtype, device=stats.device) for dtype in dtypes)
+    greedy = choice[0] if greedy_N is None else greedy_N.to(torch.uint8)
+    rows, block = pick or (1, min(max(triton.next_power_of_2(slices), 16), MAX_PICK_SLICES))
+    _pick_kernel[(triton.cdiv(N, rows),)](
+        slice_max, total, uniform_N.contiguous(), greedy, *choice, N, slices,
+        HAS_GREEDY=greedy_N is not None, BM=rows, BS=block,
+        num_warps=16 if block > 2048 else 8 if block > 1024 else 4,  # 8 spill on sm_100
+    )  # fmt: skip
+    return choice, greedy
+
+
 def sample_tokens(
     x_ND: Tensor,
     w_VD: Tensor,
@@ -316,27 +335,16 @@ def sample_tokens(
     scale = (LOG2E / temperature_N.float()).contiguous()
     columns = min(SLICE_COLUMNS, tiles.columns)
 
-    def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=x.device)
-
     width = V if shard is None else shard.widest
     stats = _sum_slices(x, w, scale, tiles, splits, columns, width)
     local_slices = stats.shape[2]
     stats = stats if shard is None else shard.concatenate(stats)
-    (slice_max, total), slices = stats.unbind(0), stats.shape[2]
-    # of each row: the chosen slice, the rest of u times the total for it, the largest z, the lse
-    choice = empty(N, dtype=torch.int32), empty(N, dtype=torch.float64), empty(N), empty(N)
-    greedy = choice[0] if greedy_N is None else greedy_N.to(torch.uint8)
-    rows, block = pick or (1, min(max(triton.next_power_of_2(slices), 16), MAX_PICK_SLICES))
-    _pick_kernel[(triton.cdiv(N, rows),)](
-        slice_max, total, uniform_N.contiguous(), greedy, *choice, N, slices,
-        HAS_GREEDY=greedy_N is not None, BM=rows, BS=block,
-        num_warps=16 if block > 2048 else 8 if block > 1024 else 4,  # 8 spill on sm_100
-    )  # fmt: skip
+    choice, greedy = _pick_slices(stats, uniform_N, greedy_N, pick)
     if shard is not None:
         local, here = shard.find_local(choice[0], local_slices)
         choice = (local, *choice[1:])
-    token, logp = empty(N, dtype=torch.int64), empty(N)
+    dtypes = torch.int64, torch.float32
+    token, logp = (torch.empty(N, dtype=dtype, device=x.device) for dtype in dtypes)
     _search_kernel[(triton.cdiv(N, search[0]),)](
         x, w, scale, *choice, greedy, token, logp, N, V, x.stride(0), w.stride(0), D=x.shape[1],
         BM=search[0], SUB=columns, BK=search[1], HAS_GREEDY=greedy_N is not None, num_warps=4,

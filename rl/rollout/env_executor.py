@@ -7,6 +7,7 @@ for many calls together, so that episodes that are ready continue while others w
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import queue
 import threading
@@ -15,12 +16,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rl.rollout.rollout_types import EpisodeFailed
 from rl.sanitize import describe_error
 
 EpisodeKey = tuple[int, int]  # an episode: group and member
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -196,6 +199,19 @@ async def await_value(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
+def trace_score(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a profile show a function as a part of scoring."""
+
+    @functools.wraps(function)
+    def traced(*inputs: P.args, **options: P.kwargs) -> T:
+        from torch.profiler import record_function  # here, since help texts do not import torch
+
+        with record_function("whetstone/score"):
+            return function(*inputs, **options)
+
+    return traced
+
+
 class EnvExecutor:
     """Wait for the pending results of episodes. At most `limit` should be pending at once, until
     they are taken or discarded.
@@ -279,6 +295,7 @@ class EnvExecutor:
             self._woken = True
             self._condition.notify_all()
 
+    @trace_score
     def take_result(self, key: EpisodeKey) -> Any:
         """Remove a finished result and return it. Raises the exception that the call raised."""
         pending = self._pending[key]

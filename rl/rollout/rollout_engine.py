@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rl.errors import warn_on_rank_zero
 from rl.rewards import PendingScore
-from rl.rollout.env_executor import EnvExecutor, EnvThread, EpisodeKey
+from rl.rollout.env_executor import EnvExecutor, EnvThread, EpisodeKey, trace_score
 from rl.rollout.episode_state import (
     EpisodeState,
     add_final_result,
@@ -183,9 +183,7 @@ class RolloutEngine:
 
     def completed_groups(self) -> list[int]:
         """Return the numbers of the groups without running episodes, in order."""
-        return sorted(
-            number for number, group in self.groups.items() if group.running_episodes == 0
-        )
+        return sorted(number for number, group in self.groups.items() if not group.running_episodes)
 
     def take_rollouts(self, numbers: Sequence[int]) -> RolloutBatch:
         """Remove the groups `numbers` and return them in that order, with the counters since the
@@ -244,14 +242,11 @@ class RolloutEngine:
 
         Return the events of the tick.
         """
-        from torch.profiler import record_function  # here, since help texts do not import torch
-
         start = time.perf_counter()
-        with record_function("whetstone/score"):
-            self._call_environments()
+        self._call_environments()
         if self.lockstep and self._running_calls:
             self.executor.wait(set(self._running_calls))
-        awaited = len(self.executor) > 0 or self.is_updating()
+        awaited = bool(self.executor) or self.is_updating()
         blocked = awaited and not any(
             player_stream.stream.busy for player_stream in self.player_streams.values()
         )
@@ -259,11 +254,10 @@ class RolloutEngine:
             self.executor, self.update_ended, self.weights_arrived, blocked=blocked
         )
         failed: dict[EpisodeKey, str] = {}
-        with record_function("whetstone/score"):
-            for key in decision.arrived:
-                self._receive_result(key, decision.failed.get(key), failed)
-            self.event_log.log_events(replace(decision, failed=failed))
-            self._call_environments()
+        for key in decision.arrived:
+            self._receive_result(key, decision.failed.get(key), failed)
+        self.event_log.log_events(replace(decision, failed=failed))
+        self._call_environments()
         sampled = time.perf_counter()
         self.score_seconds += sampled - start
         for player, player_stream in self.player_streams.items():
@@ -279,6 +273,7 @@ class RolloutEngine:
         self.sample_seconds += time.perf_counter() - sampled
         return decision
 
+    @trace_score
     def _call_environments(self) -> None:
         """Call due environments, as many as may wait at the same time. An environment that returns
         immediately continues immediately.

@@ -123,7 +123,7 @@ def _link_chunks(chunks: Iterator[WeightChunk]) -> Iterator[WeightChunk]:
     """Yield each chunk with the payload of the chunk after it."""
     for chunk, following in itertools.pairwise(itertools.chain(chunks, (None,))):
         assert chunk is not None
-        yield replace(chunk, following=following and following.payload)
+        yield replace(chunk, following=None if following is None else following.payload)
 
 
 def _distribute_results(futures: Sequence[Future], batch: Future) -> None:

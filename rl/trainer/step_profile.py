@@ -40,7 +40,7 @@ Interval = tuple[float, float]  # start and end in microseconds
 
 
 @dataclass(frozen=True)
-class Region:
+class TracedEvent:
     """Hold a traced region: its name, its time and its device time in microseconds."""
 
     name: str
@@ -135,10 +135,10 @@ class StepProfile:
             raise UserError(f"--profile could not write to {self.folder}: {error}") from error
 
 
-def _list_regions(events: Iterable[Any]) -> list[Region]:
+def _list_regions(events: Iterable[Any]) -> list[TracedEvent]:
     """Return this project's regions among the events of a profiler."""
     return [
-        Region(
+        TracedEvent(
             event.name.removeprefix("whetstone/"),
             (event.time_range.start, event.time_range.end),
             event.device_time_total,
@@ -150,7 +150,7 @@ def _list_regions(events: Iterable[Any]) -> list[Region]:
     ]
 
 
-def measure_parts(regions: Sequence[Region]) -> dict[str, tuple[float, float]]:
+def measure_parts(regions: Sequence[TracedEvent]) -> dict[str, tuple[float, float]]:
     """Return the seconds of each part of the steps in a trace, on the host and on the device.
 
     A part's seconds on the host are those in which it runs in any thread. Parts of several threads

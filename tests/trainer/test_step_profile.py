@@ -12,7 +12,7 @@ from bench import gpu_runs
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.trainer.execute import execute
-from rl.trainer.step_profile import Region, format_parts, measure_parts
+from rl.trainer.step_profile import TracedEvent, format_parts, measure_parts
 
 SMALL = "--base-model tiny:addition --batch-size 4 --group-size 4 --max-tokens 4 --eval-limit 4"
 
@@ -120,9 +120,9 @@ def score(prompt, response, meta):
 """
 
 
-def region(name: str, start: float, end: float, device: float = 0.0) -> Region:
+def region(name: str, start: float, end: float, device: float = 0.0) -> TracedEvent:
     """Return a region with its times in milliseconds."""
-    return Region(name, (1e3 * start, 1e3 * end), 1e3 * device)
+    return TracedEvent(name, (1e3 * start, 1e3 * end), 1e3 * device)
 
 
 def test_the_table_against_hand_made_regions():
