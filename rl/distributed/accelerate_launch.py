@@ -187,7 +187,8 @@ def _max_row_size() -> int:
     Every machine has the same number of processes, but the last may all sample instead of learn.
     """
     processes = _num_launched_processes()
-    return math.gcd(processes, int(os.environ.get("LOCAL_WORLD_SIZE", processes)))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return processes if processes <= local else math.gcd(processes, local)
 
 
 def _check_environment(processes: int) -> None:

@@ -4,8 +4,7 @@ the episode, and a reward scores the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl.images import content_to_text, replace_images
@@ -74,23 +73,38 @@ class ProblemEnv(Env):
         return self.builder.scored.make_item(response, action.num_tokens, action.stop_reason)
 
 
-class _DecodedLogs(Mapping[str, Any]):
-    """Hold the logs of an answer, whose "response" is decoded when it is first read."""
+class _DecodedLogs(dict[str, Any]):
+    """Hold the logs of an answer, a dict whose "response" is decoded when a value is first read."""
 
     def __init__(self, logs: Mapping[str, Any], decode: Callable[[], str]):
-        self._logs, self._decode = dict(logs), cache(decode)
-
-    def __getitem__(self, name: str) -> Any:
-        return self._decode() if name == "response" else self._logs[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._logs)
-
-    def __len__(self) -> int:
-        return len(self._logs)
+        super().__init__(logs)
+        self.decode: Callable[[], str] | None = decode
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
+
+
+def _decode_before(name: str) -> Callable[..., Any]:
+    """Return a method of dict that decodes the response first."""
+    method = getattr(dict, name)
+
+    def call(logs: _DecodedLogs, *arguments: Any, **named: Any) -> Any:
+        decode = logs.decode
+        if decode is not None:
+            dict.__setitem__(logs, "response", decode())
+            logs.decode = None
+        return method(logs, *arguments, **named)
+
+    return call
+
+
+# with its own __iter__, dict() and ** read a dict by __getitem__
+for _name in (
+    *("__getitem__", "__iter__", "__eq__", "__ne__", "__or__", "__ror__", "__repr__"),
+    *("get", "items", "values", "copy", "pop", "popitem", "setdefault", "update", "clear"),
+    *("__setitem__", "__delitem__", "__ior__"),
+):
+    setattr(_DecodedLogs, _name, _decode_before(_name))
 
 
 class ProblemGroupBuilder(EnvGroupBuilder):

@@ -219,7 +219,7 @@ class OpenAIClient:
 
 def _read_http_error(error: urllib.error.HTTPError) -> APIRequestError:
     """Return the error with the first characters of the reply, which may be cut off."""
-    if location := error.headers.get("Location"):
+    if 300 <= error.code < 400 and (location := error.headers.get("Location")):
         text = f"a redirect to {location}, which is not followed: set the address behind it"
         return APIRequestError(f"HTTP {error.code}: {text}", error.code)
     try:

@@ -99,8 +99,9 @@ class FSDPBackend(Backend):
         return [parameter.grad.to_local() for parameter in self.trainable.values()]
 
     def _clip_gradients(self, limit: float, norm: Tensor) -> None:
-        # In float64 the factor is rounded once, as a number of the host is.
-        factor = (limit / (norm.double() + 1e-6)).clamp(max=1.0)
+        # In float64 the factor is rounded once, as a number of the host is. A dtype that is not the
+        # gradients' would take a kernel for each of them.
+        factor = (limit / (norm.double() + 1e-6)).clamp(max=1.0).to(norm.dtype)
         torch._foreach_mul_(self._local_gradients(), factor)
 
     def iter_weights(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:

@@ -126,7 +126,7 @@ def estimate_kl(
             value_T = torch.expm1((-gap_T).clamp(max=_MAX_K3_EXPONENT)) + gap_T
         case "k3_pathwise":
             capped_T = (-gap_T).clamp(max=_MAX_PATHWISE_EXPONENT)
-            beyond_T = (-gap_T).clamp(min=_MAX_PATHWISE_EXPONENT) - _MAX_PATHWISE_EXPONENT
+            beyond_T = torch.relu(-gap_T - _MAX_PATHWISE_EXPONENT)
             value_T = torch.expm1(capped_T) + math.exp(_MAX_PATHWISE_EXPONENT) * beyond_T + gap_T
         case _:
             raise ValueError(f"unknown kl_kind {kind!r}: expected {', '.join(KL_KINDS)}")

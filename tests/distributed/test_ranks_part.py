@@ -321,6 +321,8 @@ def test_overlap_comm_is_refused_except_at_stage_2(stage, monkeypatch, tmp_path)
         ("8", "4", "auto", 4),
         ("12", "8", "auto", 4),  # the last four of two machines sample
         ("8", "8", "auto", 1),  # a single machine needs no second copy
+        ("6", "8", "auto", 1),  # the last two of its processes sample
+        ("6", "8", 3, 3),
         ("1", "1", "auto", 1),
     ],
 )

@@ -236,7 +236,7 @@ def test_messages_have_a_bounded_size(monkeypatch, two_ranks):
 
 
 def test_deepspeed_stage_0_sums_the_gradients_once(monkeypatch, two_ranks):
-    """The engine's step, which would reduce again, is not called; test_stage_0.py counts the
+    """The engine's step, which would reduce again, is not called; test_scaling_models.py counts the
     messages of real processes.
     """
     model, trainable = linear()
