@@ -3,6 +3,7 @@ of a single process that runs each step on the host.
 """
 
 import json
+from ast import literal_eval
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from sampler_models import multistep_engine, one_thread, paged_engine  # noqa: F401
 from tensor_parallel_case import AHEAD, SCENARIOS, make_decoders, play, play_ahead
-from test_distributed import run_launch
+from test_distributed import REPO, run_launch
 
 
 @cache
@@ -57,6 +58,64 @@ def test_ranks_sample_what_one_process_does(size, tmp_path):
         np.testing.assert_allclose(mine[1], single[1], atol=2e-6, rtol=1e-6)
     first, second, third = found[AHEAD]
     assert first != second == third
+
+
+# The second call of `sample` fails on both ranks, and rank 0 keeps the error with its traceback.
+FAILING = """
+import os, sys
+sys.path[:0] = [{repo!r}]
+from weakref import WeakSet
+from rl import ServiceClient
+from rl.distributed import collectives
+from rl.runtime import SamplerSettings, WorkerSettings
+from rl.sampler import Engine
+from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
+from rl.types import ModelInput, SamplingParams
+graphs, captured, count = WeakSet(), [], [0]
+class Graph:
+    def __init__(self, step):
+        self.replay = step
+def capture(runner, rows, shared, processed):
+    b, blocks = runner.buffers, runner.max_blocks
+    step = (runner.model, runner.kv, runner.ropes, b, rows, blocks, shared, processed)
+    graph = Graph(lambda: decode_step(*step))
+    graphs.add(graph)
+    captured.append((rows, shared))
+    return graph
+def check(self, *arguments):
+    count[0] += 1
+    if count[0] > 3:
+        raise FloatingPointError("planted")
+shutdown = collectives.shutdown
+def record():
+    with open("ended." + os.environ["RANK"], "w") as file:
+        file.write(str((captured, len(graphs))))
+    shutdown()
+CUDAGraphRunner.uses_graphs = property(lambda runner: True)
+CUDAGraphRunner._capture, Engine._handle_non_finite = capture, check
+collectives.shutdown = record
+sampler = SamplerSettings(tp=2, cache="paged", kv_cache_tokens=8192)
+service = ServiceClient(settings=WorkerSettings(sampler=sampler))
+client = service.create_full_training_client("tiny:addition").save_weights_and_get_sampling_client()
+prompt, kept = ModelInput.from_ints([1, 2, 3]), None
+for _ in range(2):
+    try:
+        client.sample(prompt, 2, SamplingParams(max_tokens=5, stop=[])).result()
+    except FloatingPointError as error:
+        kept = error
+assert kept is not None
+"""
+
+
+def test_graphs_end_before_the_process_group_also_after_an_error(tmp_path):
+    """NCCL would wait for a graph that a traceback keeps. The graphs are stand-ins here."""
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING.format(repo=str(REPO)))
+    run_launch("ddp", tmp_path, script=str(script))
+    ended = [(tmp_path / f"ended.{rank}").read_text() for rank in range(2)]
+    assert ended[0] == ended[1]
+    captured, alive = literal_eval(ended[0])
+    assert captured and alive == 0
 
 
 @pytest.mark.gpu
