@@ -6,7 +6,6 @@ hold together, and write the samples of each rank to found.RANK.json.
 BACKEND: gloo on CPUs, nccl on a GPU for each rank.
 """
 
-import gc
 import json
 import os
 import sys
@@ -29,7 +28,7 @@ from sampler_models import (
 from test_sampler_stepped import LORA, SCENARIOS, make_processing, play_scenario
 
 from rl.distributed.collectives import RankGroup
-from rl.sampler import IdleKVCachePool, make_decoder
+from rl.sampler import IdleKVCachePool, free_tp_graphs, make_decoder
 from rl.sampler.cuda_graphs import CUDAGraphRunner
 from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.engine_selection import compare_engines
@@ -124,8 +123,7 @@ def main(out: Path, backend: str) -> None:
     found["trial"] = compare_engines(decoders[0])
     found[AHEAD] = play_ahead(decoders[0], multistep_engine, backend, forget=rank == 0)
     (out / f"found.{rank}.json").write_text(json.dumps(found | {"counts": counts}))
-    del decoders
-    gc.collect()  # the graphs end before the communicator that they use
+    free_tp_graphs()
     dist.destroy_process_group()
 
 

@@ -36,6 +36,7 @@ from rl.runtime.sampling_worker import SamplingWorker
 from rl.runtime.training_worker import TrainingWorker
 from rl.runtime.verb_table import LEARNER, SAMPLER, SERVICE, VERBS, VerbCall, VerbFuture, verb
 from rl.runtime.weight_sync import SamplerWorker, WeightChunk
+from rl.sampler import free_tp_graphs
 
 CLOSE_RANKS, HEARTBEAT = "close", "alive"  # messages to the ranks' loops, not verbs
 FAILURE_SECONDS = 60.0  # how long a failed rank waits for ranks that may be stuck in a collective
@@ -142,6 +143,7 @@ def serve_verbs(settings: WorkerSettings) -> None:
             _execute(executor.worker(service, verb), verb, arguments)
     executor.objects.close()
     del executor
+    free_tp_graphs()
     collectives.shutdown()
 
 
@@ -351,6 +353,7 @@ class WorkerGroup:
                 del executor
                 # the process group belongs to the learners, which continue without samplers
                 if announced and self.group == LEARNER:
+                    free_tp_graphs()
                     collectives.shutdown()
                 call.future.set_result(None)
                 return

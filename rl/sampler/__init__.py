@@ -8,7 +8,7 @@ responses = engine.run()
 """
 
 from rl.sampler.block_manager import choose_pool_size, max_blocks
-from rl.sampler.cuda_graphs import count_processing_bytes
+from rl.sampler.cuda_graphs import count_processing_bytes, free_tp_graphs
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_factory import (
     check_has_experts,
@@ -58,6 +58,7 @@ __all__ = [
     "count_processing_bytes",
     "count_unsharded_parameters",
     "find_rope_switch",
+    "free_tp_graphs",
     "cast_frozen_",
     "make_base_decoder",
     "make_decoder",

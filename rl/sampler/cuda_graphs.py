@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakSet, ref
 
 import numpy as np
 import torch
@@ -405,6 +405,18 @@ def clear_cublas_workspaces() -> Iterator[None]:
         torch._C._cuda_clearCublasWorkspaces()
 
 
+# runners whose graphs contain sums over ranks
+_tp_runners: WeakSet[CUDAGraphRunner] = WeakSet()
+
+
+def free_tp_graphs() -> None:
+    """Free the graphs that contain sums over ranks, also where the traceback of an error still
+    refers to their runner: NCCL ends a communicator only when none of its graphs exists.
+    """
+    for runner in list(_tp_runners):
+        runner.free_graphs()
+
+
 class CUDAGraphRunner:
     """Run steps of `model` over `buffers` and the blocks `kv`.
 
@@ -421,6 +433,8 @@ class CUDAGraphRunner:
         self._graphs: dict[tuple[int, bool, ProcessedRows], torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None  # of all captures: they share memory by it
+        if model.tp_group is not None:
+            _tp_runners.add(self)
 
     @property
     def model(self) -> FastForward:
@@ -437,6 +451,11 @@ class CUDAGraphRunner:
     def bucket_for(self, rows: int) -> int:
         """Return the smallest bucket that holds `rows` rows."""
         return next(size for size in self.buckets if size >= rows)
+
+    def free_graphs(self) -> None:
+        """Free all graphs. They are captured again if steps follow."""
+        self._graphs.clear()
+        self._pool = None  # torch frees the memory with the last graph
 
     def prepare(self, rows: int, shared: bool) -> None:
         """Capture the graphs of batches of up to `rows` rows, unless that has been done.

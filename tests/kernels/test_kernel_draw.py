@@ -148,6 +148,18 @@ def test_ranks_that_hold_parts_of_the_vocabulary_draw_the_same(size, V):
         assert logp.isnan().all() and ((token >= 0) & (token < V)).all()
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_ties_between_ranks_are_the_lowest_token_everywhere(size):
+    """Every logit occurs on each rank, several times; whole numbers are exact in any order."""
+    N, V, g = 16, 301, torch.Generator().manual_seed(size)
+    x = torch.randint(-3, 4, (N, 12), generator=g).float()
+    w = torch.randint(-3, 4, (7, 12), generator=g).float()[torch.arange(V) % 7]
+    expected = (x @ w[:7].T).argmax(1)
+    settings = (torch.ones(N), stream(N, size), torch.ones(N, dtype=torch.bool))
+    for token, _ in Team(size).run(WAYS[WAY], x, w, *settings):
+        assert torch.equal(token, expected)
+
+
 def test_blocks_of_the_torch_path_are_shared_too(monkeypatch):
     """Several blocks on each rank; the last rank has one less than the widest."""
     monkeypatch.setattr(sys.modules["kernels.sample_tokens"], "COLUMNS", 16)
