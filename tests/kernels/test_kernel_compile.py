@@ -228,6 +228,12 @@ MODULES = (
 )
 
 
+def test_the_tests_of_all_kernels_know_every_module_with_kernels():
+    folder = Path(import_module("kernels").__file__).parent
+    found = {path.stem for path in folder.glob("*.py") if "@triton.jit" in path.read_text()}
+    assert found == set(MODULES.split())
+
+
 def test_numbers_of_a_batch_compile_no_variants():
     """200 micro-batches of 3k to 33k tokens once compiled 8 to 20 variants, at seconds each, and
     at different steps on each rank.

@@ -166,14 +166,24 @@ def test_a_branch_that_fails_or_differs_is_not_taken(monkeypatch):
 
 
 def test_a_torch_without_the_product_into_float32_is_reported(monkeypatch):
-    """torch 2.7 lacks one overload of torch.mm; on CUDA the product would raise a TypeError."""
-    from types import SimpleNamespace
+    """torch 2.7 lacks one overload of torch.mm; on CUDA the product would raise a TypeError. Each
+    function that needs it checks first, here on fake CUDA tensors.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     from kernels.device_checks import check_mm_to_fp32
+    from kernels.matmul_operands import matmul_fp32
+    from rl.sampler.precision import linear_fp32
+    from rl.sampler.prefix_attention import compute_scores_fp32
 
     check_mm_to_fp32.cache_clear()
     check_mm_to_fp32()
     check_mm_to_fp32.cache_clear()
-    monkeypatch.setattr(torch.ops.aten, "mm", SimpleNamespace(overloads=lambda: ["default", "out"]))
-    with pytest.raises(RuntimeError, match="expected torch 2.8 or newer: upgrade torch"):
-        check_mm_to_fp32()
+    monkeypatch.setattr(torch.ops.aten.mm, "overloads", lambda: ["default", "out"])
+    with FakeTensorMode():
+        half = {"device": "cuda", "dtype": torch.bfloat16}
+        matrix, batch = torch.empty(16, 16, **half), torch.empty(1, 16, 16, **half)
+    products = ((matmul_fp32, matrix), (linear_fp32, matrix), (compute_scores_fp32, batch))
+    for product, operand in products:
+        with pytest.raises(RuntimeError, match="expected torch 2.8 or newer: upgrade torch"):
+            product(operand, operand)

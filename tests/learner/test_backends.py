@@ -215,6 +215,7 @@ def test_messages_have_a_bounded_size(monkeypatch, two_ranks):
     """Buckets hold at most the bound; a larger tensor is sent where it is, in several messages, and
     one that is not contiguous as a copy. The sums equal those of a single message.
     """
+    assert collectives.SUM_BUCKET_BYTES == 256 * 2**20  # as accelerate_configs/ddp.yaml says
     monkeypatch.setattr(collectives, "SUM_BUCKET_BYTES", 16)
     sizes = []
     reduce = torch.distributed.all_reduce

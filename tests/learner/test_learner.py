@@ -303,6 +303,14 @@ def test_the_mask_of_a_micro_batch_is_built_once(monkeypatch):
     monkeypatch.setattr(PackedBatch, "attention_mask", property(count))
     mask = batch.make_model_inputs(model)["attention_mask"]
     assert len(builds) == 1 and torch.equal(mask, build(batch))
+    # Also in a call whose backward computes the layers again.
+    settings = {"layout": "shared", "token_budget": 24, "gradient_checkpointing": True}
+    learner = make_worker(**settings).learners[0]
+    builds.clear()  # the probe's
+    pairs = [datum for datum in datums for _ in range(2)]
+    learner.run(pairs, get_loss("ppo"), {}, temperature=1.0, divisor=1.0, backward=True)
+    assert len(builds) == learner.num_micro_batches > 1
+    assert all(build(batch) is not None for batch in builds)
 
 
 def test_what_stands_in_the_padding_is_not_read():

@@ -6,6 +6,7 @@ its graph runs on tensors without values.
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from rl.learner.varlen_attention import (
     attend_by_loop,
     gather_keys,
     lay_out_row,
+    make_varlen_attention,
 )
 from rl.losses import get_loss
 from rl.models import skip_packing_search
@@ -252,6 +254,27 @@ def test_the_gradient_of_a_shared_prompt_is_rounded_once():
 def test_a_cpu_uses_masks():
     learner = make_worker().learners[0]
     assert learner.varlen is None and learner.layouts == {"padded", "shared"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "attention", "requested", "takes_lengths"),
+    [
+        ("bf16", "sdpa", None, True),
+        ("fp16", "sdpa", None, True),
+        ("no", "sdpa", None, False),  # the model's float32
+        ("bf16", "eager", None, False),
+        ("bf16", "sdpa", False, False),
+    ],
+)
+def test_a_gpu_takes_lengths_in_half_precision(precision, attention, requested, takes_lengths):
+    device = torch.device("cuda", 0)
+    accelerator = SimpleNamespace(device=device, mixed_precision=precision)
+    model = model_of("llama")
+    model.set_attn_implementation(attention)
+    varlen = make_varlen_attention(model, accelerator, requested)
+    assert (varlen is not None) is takes_lengths
+    if varlen is not None:  # without a function of its own: a trial chooses the kernel
+        assert (varlen.attend, varlen.device) == (None, device)
 
 
 @pytest.mark.gpu
