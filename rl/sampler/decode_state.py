@@ -212,7 +212,7 @@ class DecodeState(abc.ABC):
         self, step_experts: np.ndarray | None, rows: np.ndarray | None = None
     ) -> None:
         """Append the experts of the tokens of a step, [N, B * K], or of the tokens of `rows`."""
-        if step_experts is not None:
+        if step_experts is not None and self.records_experts:
             for row, experts in zip(
                 range(len(step_experts)) if rows is None else rows, step_experts, strict=True
             ):

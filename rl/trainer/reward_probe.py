@@ -197,7 +197,7 @@ def probe_reward(
     rows: Sequence[Problem],
     *,
     limit: int = PROBED_ROWS,
-    budget: float,
+    budget: float = 30.0,
     answer_format: str | None = None,
     tried: bool = False,
 ) -> RewardProbeResult:

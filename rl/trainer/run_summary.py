@@ -109,7 +109,7 @@ def _describe_data(stages: Sequence[PreparedStage]) -> list[str]:
     return [f"{', '.join(stage_names)}: {text}" for text, stage_names in names.items()]
 
 
-def _describe_processes(world: int, samplers: int, tensor_parallel: int) -> str:
+def _describe_processes(world: int, samplers: int, tensor_parallel: int = 1) -> str:
     """Describe the processes: `world` of the learner, `samplers`, `tensor_parallel` per sampler
     (TP).
     """
