@@ -117,6 +117,17 @@ def test_large_traces_and_logs_do_not_take_the_small_files_with_them(tmp_path, m
         assert (tmp_path / "parts.tar").stat().st_size <= 10_240
 
 
+def replace_part(monkeypatch, folder, code, *arguments) -> list[float]:
+    """Let every part run `code` with its results in a new `folder`; return the clock, in seconds."""
+    folder.mkdir()
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    monkeypatch.setattr(gpu, "command_of", lambda *inputs: words)
+    monkeypatch.setattr(gpu, "WATCH_SECONDS", 0.05)
+    now = [0.0]
+    monkeypatch.setattr(gpu.time, "perf_counter", lambda: now[0])
+    return now
+
+
 def test_a_part_that_is_killed_leaves_its_rows_and_they_are_there_while_it_runs(
     tmp_path, monkeypatch
 ):
@@ -128,12 +139,8 @@ sys.stdout.buffer.write("begun \u00e9".encode()[:-1]); sys.stdout.flush()
 with open(sys.argv[1], "a") as file:
     file.write("draw,first,ours,time,1.5,ms,,\\ndraw,sec")
 time.sleep(60)"""
-    (folder := tmp_path / "parts").mkdir()
-    words = [sys.executable, "-c", code, str(folder / "draw.csv")]
-    monkeypatch.setattr(gpu, "command_of", lambda *inputs: words)
-    monkeypatch.setattr(gpu, "WATCH_SECONDS", 0.05)
-    looks, now = [], [0.0]
-    monkeypatch.setattr(gpu.time, "perf_counter", lambda: now[0])
+    folder = tmp_path / "parts"
+    looks, now = [], replace_part(monkeypatch, folder, code, folder / "draw.csv")
 
     def watch():
         looks.append(gpu.merge_rows(tmp_path, folder))
@@ -196,12 +203,8 @@ def test_tests_that_hang_leave_the_rows_of_those_before_and_a_log(tmp_path, monk
         (path := tmp_path / "tests" / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
         path.write_text("" if "none" in name else "pytestmark = pytest.mark.gpu")
     (tmp_path / "pytest.py").write_text(STUB_PYTEST)
-    (folder := tmp_path / "parts").mkdir()
-    words = [sys.executable, "-c", TESTS_PART, str(tmp_path), str(folder)]
-    monkeypatch.setattr(gpu, "command_of", lambda *inputs: words)
-    monkeypatch.setattr(gpu, "WATCH_SECONDS", 0.05)
-    looks, now = [], [0.0]
-    monkeypatch.setattr(gpu.time, "perf_counter", lambda: now[0])
+    folder = tmp_path / "parts"
+    looks, now = [], replace_part(monkeypatch, folder, TESTS_PART, tmp_path, folder)
 
     def watch():
         looks.append(gpu.merge_rows(tmp_path, folder))
