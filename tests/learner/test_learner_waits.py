@@ -23,6 +23,7 @@ import torch.distributed as dist
 from helpers import call, gradient, make_worker, random_datums
 from tiny_models import tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import linear_logprob_torch
@@ -390,21 +391,31 @@ def test_soft_targets_are_selected_by_any_weight():
     assert spec.find_gradient_tokens({"target_tokens": targets}, {}).all()
 
 
-def index_by_operator(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """Index a tensor as Python does, without the guard of a device that torch was built without."""
-    if isinstance(index, slice):
-        return torch.ops.aten.slice.Tensor(tensor, 0, index.start, index.stop, index.step or 1)
-    assert isinstance(index, torch.Tensor), index
-    return torch.ops.aten.index.Tensor(tensor, [index])
+class WithoutDeviceGuard(TorchFunctionMode):
+    """Run two methods of a tensor as operators. The methods ask for the guard of a device that torch
+    was built without.
+
+    A mode, because `torch.Tensor` never recovers from a `__getitem__` that was set on it: Python then
+    treats every tensor as a sequence, also after the attribute is deleted.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__invert__:
+            return torch.ops.aten.bitwise_not(*args)
+        if func is torch.Tensor.__getitem__:
+            tensor, index = args
+            if isinstance(index, slice):
+                return torch.ops.aten.slice(tensor, 0, index.start, index.stop, index.step or 1)
+            assert isinstance(index, torch.Tensor), index
+            return torch.ops.aten.index(tensor, [index])
+        return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "custom"])
-def test_no_loss_reads_or_copies_numbers_to_the_device(name, monkeypatch):
-    """The forward runs on fake CUDA tensors. Two methods would ask for a guard of the device."""
+def test_no_loss_reads_or_copies_numbers_to_the_device(name):
+    """The forward runs on fake CUDA tensors."""
     spec, events = LOSSES.get(name, CUSTOM_LOSS), []
-    monkeypatch.setattr(torch.Tensor, "__getitem__", index_by_operator)
-    monkeypatch.setattr(torch.Tensor, "__invert__", lambda x: torch.ops.aten.bitwise_not(x))
-    with FakeTensorMode(), ReadRecorder(events):
+    with FakeTensorMode(), WithoutDeviceGuard(), ReadRecorder(events):
         names = {*spec.known_fields, "values"} - {"target_tokens"}
         fields = {key: torch.empty(12, device="cuda") for key in names}
         cu_seqlens = torch.empty(5, dtype=torch.int64, device="cuda")
