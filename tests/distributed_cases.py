@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from helpers import random_datums  # noqa: E402
 from torch.distributed.distributed_c10d import _world  # noqa: E402
@@ -379,13 +380,22 @@ class Launch:
             client.release()
 
     def updates(self, start: str) -> None:
-        """Run the updates, then sample on all ranks and save the weights."""
+        """Run the updates, every second one as a `train_step`, then sample on all ranks and save
+        the weights.
+        """
         client, norms = self.begin(start, **SMALL), []
         for step in range(STEPS):
             datums = update_datums(step)
-            self.call(datums[:2])
-            self.call(datums[2:])
-            norms.append(client.optim_step(update_params(step)).result().metrics["grad_norm"])
+            params = update_params(step)
+            if step % 2:
+                self.fail_in_a_step(client, datums)
+                calls = [(part, "ppo", {}, DIVISOR) for part in (datums[:2], datums[2:])]
+                update = client.train_step(calls, params)[1]
+            else:
+                self.call(datums[:2])
+                self.call(datums[2:])
+                update = client.optim_step(params)
+            norms.append(update.result().metrics["grad_norm"])
         self.results[f"updates, {start}"] = {"norms": norms, **self.sampled(client)}
         client.save_weights_for_sampler(start).result()
         client.save_weights_for_sampler(f"{start}_merged", merged=True).result()
@@ -395,6 +405,23 @@ class Launch:
         self.client = self.service.create_training_client_from_state_with_optimizer(path)
         self.one_more(self.client, f"{start}_resumed")
         self.end()
+
+    def fail_in_a_step(self, client: TrainingClient, datums: list[Datum]) -> None:
+        """Take a step whose second call has an infinite loss on the rank of its datum: it must not
+        change the updates after it.
+        """
+        fields = datums[0].loss_fn_inputs
+        infinite = datums[0].with_inputs(
+            {**fields, "logprobs": np.full_like(fields["logprobs"].array, -1e30)}
+        )
+        calls = [(datums, "ppo", {}, 1.0), ([infinite], "importance_sampling", {}, 1.0)]
+        outputs, update = client.train_step(calls, update_params(0))
+        for future in (*outputs, update):
+            try:
+                future.result()
+            except FloatingPointError:
+                continue
+            raise AssertionError("the loss was finite")
 
     def one_more(self, client: TrainingClient, name: str) -> None:
         self.call(update_datums(5))

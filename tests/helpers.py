@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -44,6 +45,19 @@ def call(worker: TrainingWorker, verb: str, *arguments):
     if spec.split is not None:
         arguments = getattr(worker, spec.split)(*arguments)[collectives.rank()]
     return reduce([getattr(worker, verb)(*arguments)])
+
+
+class SeparateCalls(SimpleNamespace):
+    """A stand-in for a training client. Its `train_step` calls its `forward_backward` and
+    `optim_step`.
+    """
+
+    def train_step(self, calls, params):
+        outputs = [
+            self.forward_backward(data, loss, config, divisor=divisor)
+            for data, loss, config, divisor in calls
+        ]
+        return outputs, self.optim_step(params)
 
 
 def random_datums(

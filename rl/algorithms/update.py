@@ -300,12 +300,11 @@ class UpdateSums:
         for name in dict.fromkeys(call.model for call in calls):
             client = models.policy if name == "policy" else models.trainable[name]
             members = [call for call in calls if call.model == name]
-            forwards = [
-                client.forward_backward(call.datums, call.loss, call.config, divisor=call.divisor)
-                for call in members
-            ]
             rate = self.params.learning_rate * members[0].lr_ratio if signal else 0.0
-            update = client.optim_step(replace(self.params, learning_rate=rate))
+            forwards, update = client.train_step(
+                [(call.datums, call.loss, call.config, call.divisor) for call in members],
+                replace(self.params, learning_rate=rate),
+            )
             pending.append((name, members, forwards, update))
         for name, members, forwards, update in pending:
             for call, forward in zip(members, forwards, strict=True):

@@ -175,8 +175,7 @@ class TrainingClient(AwaitableClient):
         config, records = dict(loss_fn_config or {}), backward and self.recorder is not None
         options = (divisor, backward, entropy or records, adapters)
         call = self._make_call(data, loss_fn, config, *options)
-        expected = "a positive number that divides the sum"
-        validate_number("divisor", divisor, expected, minimum=0, open_ends=True)
+        _validate_divisor(divisor)
         future = self._submit("forward_backward", *call)
         if backward:
             self._pending_backwards.append(future)
@@ -283,6 +282,39 @@ class TrainingClient(AwaitableClient):
         backwards, self._pending_backwards = self._pending_backwards, []
         future = self._submit("optim_step", params_passed[0], dependencies=backwards)
         return APIFuture(future, OptimStepResponse)
+
+    def train_step(
+        self,
+        calls: Sequence[tuple[Sequence[Datum], str, Mapping[str, Any], float]],
+        optim_params: AdamParams,
+    ) -> tuple[list[APIFuture[ForwardBackwardOutput]], APIFuture[OptimStepResponse]]:
+        """Submit `forward_backward` for each (data, loss_fn, loss_fn_config, divisor) of `calls`,
+        then `optim_step`, and return their futures (an extension).
+
+        The weights are those of the separate verbs, bit for bit. A GPU does not wait for the host
+        between them, and all futures complete together. If a call fails, all of them raise its
+        error; the gradients are dropped and the weights are unchanged. Raises ValueError without
+        a call, or as `forward_backward` does.
+        """
+        if not calls:
+            raise ValueError("train_step received no calls: pass at least one, or use optim_step")
+        records = self.recorder is not None
+        arguments = []
+        for data, loss_fn, config, divisor in calls:
+            _validate_divisor(divisor)
+            options = (divisor, True, records, True)
+            arguments.append(self._make_call(data, loss_fn, dict(config), *options))
+        backwards, self._pending_backwards = self._pending_backwards, []
+        future = self._submit("train_step", arguments, optim_params, dependencies=backwards)
+        outputs = [
+            APIFuture(future, lambda value, i=i: _to_output(value[0][i])) for i in range(len(calls))
+        ]
+        if self.recorder is not None:
+            for i, (data, loss_fn, config, divisor) in enumerate(calls):
+                output = APIFuture(future, lambda value, i=i: value[0][i]).future()
+                self.recorder.record_backward(data, loss_fn, dict(config), divisor, output)
+            self.recorder.record_step(optim_params)
+        return outputs, APIFuture(future, lambda value: OptimStepResponse(value[1]))
 
     # ----------------------------------------------------------------------------- saving, sampling
 
@@ -498,6 +530,11 @@ class TrainingClient(AwaitableClient):
 
 class _InvalidAdamParams(BadRequestError, TypeError):
     """Signal that optim_step received another type than AdamParams."""
+
+
+def _validate_divisor(divisor: float) -> None:
+    expected = "a positive number that divides the sum"
+    validate_number("divisor", divisor, expected, minimum=0, open_ends=True)
 
 
 def _choose_next_name(parent: Path) -> str:

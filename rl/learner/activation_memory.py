@@ -1,4 +1,4 @@
-"""Hold the inputs of checkpointed layers in host memory between forward and backward.
+"""Recompute layers in the backward, and hold their inputs in host memory until then.
 
 Gradient checkpointing keeps one tensor [rows, tokens, hidden] for each layer. For long sequences
 these are most of a micro-batch's memory.
@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+
+from rl.errors import UserError
+from rl.models import LoadedModel, unwrap_model
 
 
 class HostCopy:
@@ -39,6 +42,23 @@ class HostCopy:
             return self.values
         torch.cuda.current_stream(self.device).wait_event(self.copied)
         return self.values.to(self.device, non_blocking=True)
+
+
+def enable_gradient_checkpointing(loaded: LoadedModel) -> None:
+    """Enable gradient checkpointing, which transformers applies in training mode only.
+
+    The probe verifies that nothing else changes. Raises UserError if the model does not support it.
+    """
+    if not unwrap_model(loaded.model).supports_gradient_checkpointing:
+        kind = type(unwrap_model(loaded.model)).__name__
+        raise UserError(
+            f"{kind} ({loaded.name}) has no gradient checkpointing: turn it off (and lower "
+            "token_budget, if memory is short)"
+        )
+    loaded.model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False}
+    )
+    loaded.model.train()
 
 
 def offload_layer_inputs(model: Any, make_copy: Callable[[Tensor], Any] | None = None) -> None:

@@ -11,7 +11,6 @@ bit. The two formats cannot be converted into each other.
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -77,30 +76,31 @@ def set_adam_params(optimizer: Any, params: AdamParams) -> None:
         )
 
 
-def step_if_finite(optimizer: Any, norm: Tensor) -> tuple[float, bool]:
-    """Take the optimizer's step if the gradient's norm, a tensor [], is finite: otherwise weights
-    and state stay as they are. Return (the norm, whether the step was taken).
+def step_if_finite(
+    optimizer: Any, norm: Tensor, is_valid: Tensor | None = None
+) -> tuple[float, bool]:
+    """Take the optimizer's step if the gradient's norm, a tensor [], is finite and `is_valid` is
+    not False: otherwise weights and state stay as they are. Return (the norm, whether the step was
+    taken).
 
     AdamW's kernel reads on the device whether it has to skip the step, as for torch's gradient
     scaler, and the host reads the norm once the step is launched. bitsandbytes has no such kernel:
     there the host waits for the norm first.
     """
-    if not isinstance(optimizer, torch.optim.AdamW):
-        value = float(norm)
-        finite = math.isfinite(value)
-        if finite:
-            optimizer.step()
-        return value, finite
-    is_first = not optimizer.state
+    applies = norm.isfinite() if is_valid is None else norm.isfinite() & is_valid
+    is_fused = isinstance(optimizer, torch.optim.AdamW)
+    is_first = is_fused and not optimizer.state
     kernel_options: Any = optimizer
-    kernel_options.found_inf = norm.isfinite().logical_not().float()
-    optimizer.step()
-    del kernel_options.found_inf
-    value = float(norm)
-    finite = math.isfinite(value)
-    if is_first and not finite:
+    if is_fused:
+        kernel_options.found_inf = applies.logical_not().float()
+        optimizer.step()
+        del kernel_options.found_inf
+    value, applied = torch.stack([norm.double(), applies.double()]).tolist()
+    if applied and not is_fused:
+        optimizer.step()
+    if is_first and not applied:
         optimizer.state.clear()  # zeros, which the skipped step made
-    return value, finite
+    return value, bool(applied)
 
 
 def get_adam_state(optimizer: Any, trainable: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -59,17 +59,18 @@ class Backend(abc.ABC):
         """Add the gradient of `value`, an output of `wrapped`, to the accumulated gradients."""
         value.backward()
 
-    def step(self, params: AdamParams) -> tuple[float, bool]:
+    def step(self, params: AdamParams, is_valid: Tensor | None = None) -> tuple[float, bool]:
         """Return (gradient norm before clipping, whether an update was made).
 
-        No update is made if the gradient is not finite. The host reads the norm once, after it has
-        launched the update (with an 8-bit optimizer before it, see `step_if_finite`).
+        No update is made if the gradient is not finite, or if `is_valid`, a tensor [], is False.
+        The host reads both once, after it has launched the update (with an 8-bit optimizer before
+        it, see `step_if_finite`).
         """
         norm = self._reduce_gradients()
         if params.grad_clip_norm > 0:
             self._clip_gradients(params.grad_clip_norm, norm)
         set_adam_params(self.adam, params)
-        result = step_if_finite(self.adam, norm)
+        result = step_if_finite(self.adam, norm, is_valid)
         self.drop_gradients()
         return result
 

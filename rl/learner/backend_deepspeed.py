@@ -67,14 +67,18 @@ class DeepSpeedBackend(Backend):
 
     # ----------------------------------------------------------------------------------------- step
 
-    def step(self, params: AdamParams) -> tuple[float, bool]:
-        """Take a step; of stage 0 as the base class does it, without the engine.
+    def step(self, params: AdamParams, is_valid: Tensor | None = None) -> tuple[float, bool]:
+        """Take a step; of stage 0 as the base class does it, without the engine, which decides on
+        the host whether to update.
 
         The engine's stage 0 reports no norm and would also step on a gradient that is not finite.
         It would also reduce gradients that are summed already, to compute the norm.
         """
         if self.stage == 0:
-            return super().step(params)
+            return super().step(params, is_valid)
+        if is_valid is not None and not bool(is_valid):
+            self.drop_gradients()
+            return float("nan"), False
         set_adam_params(self.adam, params)
         self.optimizer.clip_grad = params.grad_clip_norm
         self.wrapped.step()

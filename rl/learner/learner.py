@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
+import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from rl.distributed import collectives, get_launch_sharding
-from rl.errors import OtherRankFailed, UserError
+from rl.errors import UserError
 from rl.images import get_image_reader
 from rl.layers import ExpertReplay, describe_layers, get_hidden_size, replay_experts
-from rl.learner.activation_memory import offload_layer_inputs
+from rl.learner.activation_memory import enable_gradient_checkpointing, offload_layer_inputs
 from rl.learner.backend import (
     Backend,
     load_first_layers,
@@ -33,6 +32,15 @@ from rl.learner.backend import (
     move_to_device,
 )
 from rl.learner.backend_factory import make_backend
+from rl.learner.call_results import (
+    CallOutput,
+    LaunchedCall,
+    LearnerCall,
+    adds_gradient,
+    collect_outputs,
+    read_sums,
+    sum_over_ranks,
+)
 from rl.learner.context_parallel import ContextParallel, check_divisible
 from rl.learner.context_parallel_probe import attend_batch, find_group_fault_on_all_ranks
 from rl.learner.expert_parallel import ExpertGroup, check_experts
@@ -43,9 +51,7 @@ from rl.learner.logprob_head import HeadRequest, LogprobHead
 from rl.learner.microbatches import (
     MicroBatchPlanner,
     RankBatch,
-    collect_outputs,
     merge_sub_batches,
-    sum_over_ranks,
     sum_terms,
 )
 from rl.learner.packing import PackedBatch
@@ -104,23 +110,6 @@ class LearnerSettings:
             check_features(("context parallelism", *(name for name in features if features[name])))
 
 
-def _enable_gradient_checkpointing(loaded: LoadedModel) -> None:
-    """Enable gradient checkpointing, which transformers applies in training mode only.
-
-    The probe verifies that nothing else changes. Raises UserError if the model does not support it.
-    """
-    if not unwrap_model(loaded.model).supports_gradient_checkpointing:
-        kind = type(unwrap_model(loaded.model)).__name__
-        raise UserError(
-            f"{kind} ({loaded.name}) has no gradient checkpointing: turn it off (and lower "
-            "token_budget, if memory is short)"
-        )
-    loaded.model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": False}
-    )
-    loaded.model.train()
-
-
 class Learner:
     """Hold a model under the accelerator with its optimizer.
 
@@ -148,7 +137,7 @@ class Learner:
         self.settings = settings
         self.model = loaded.model
         if settings.gradient_checkpointing:
-            _enable_gradient_checkpointing(loaded)
+            enable_gradient_checkpointing(loaded)
             if settings.offload_activations:
                 offload_layer_inputs(loaded.model)
         self.trainable: dict[str, Tensor] = {
@@ -346,7 +335,7 @@ class Learner:
         temperature: float | Sequence[float],
         micro_batch: int | None = None,
         **options: Any,
-    ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float]]:
+    ) -> CallOutput:
         """Split a batch that every rank has, and return what `run_share` returns for this rank's
         share. `options`: its other arguments.
         """
@@ -378,20 +367,11 @@ class Learner:
         return self.planner.split(datums, group, temperatures, micro_batch)
 
     def run_share(
-        self,
-        share: RankBatch,
-        loss: LossSpec,
-        config: Mapping[str, float],
-        *,
-        divisor: float,
-        backward: bool,
-        entropy: bool = False,
-        use_adapters: bool = True,
-    ) -> tuple[dict[int, dict[str, np.ndarray]], dict[str, float]]:
+        self, share: RankBatch, loss: LossSpec, config: Mapping[str, float], **options: Any
+    ) -> CallOutput:
         """Return this rank's part of a call: outputs by datum index and sums of metrics.
 
-        Outputs are logprobs, entropy and values. `use_adapters`: False scores with the LoRA adapter
-        disabled, like the base model; never together with `backward`.
+        Outputs are logprobs, entropy and values. `options`: the other arguments of `_launch`.
 
         The host reads no result before the last micro-batch is launched: losses, outputs and sums
         stay on the device. Exceptions, which wait for a GPU in each micro-batch: the backward of a
@@ -402,36 +382,99 @@ class Learner:
         Raises FloatingPointError if the loss is not finite; after a backward the gradients since
         the last step are dropped then. Raises OtherRankFailed if another rank failed.
         """
+        call = (share, loss, config, options)
+        (output,), _ = self._run_calls([call], None)
+        self.has_gradient = self.has_gradient or adds_gradient([call])
+        return output
+
+    def train_step(
+        self, calls: Sequence[LearnerCall], params: AdamParams
+    ) -> tuple[list[CallOutput], dict[str, float]]:
+        """Run `run_share` with the arguments of each call, then `step`. Return what they return.
+
+        The host reads no result before the update is launched. After an error the weights are
+        unchanged, and the gradients since the last step are dropped.
+        """
+        self.has_gradient = self.has_gradient or adds_gradient(calls)
+        try:
+            return self._run_calls(calls, params)
+        except Exception:
+            self.drop_gradients()
+            raise
+
+    def _run_calls(
+        self, calls: Sequence[LearnerCall], params: AdamParams | None
+    ) -> tuple[list[CallOutput], dict[str, float]]:
+        """Launch the calls, and with `params` an update, then read the results."""
+        try:
+            launched = [
+                self._launch(share, loss, config, **options)
+                for share, loss, config, options in calls
+            ]
+        except Exception as error:
+            # The other ranks wait for this rank's sums, or inside a micro-batch that communicates.
+            if not get_launch_sharding().divides and self.context_parallel is None:
+                traceback.clear_frames(error.__traceback__)  # the update's sums need memory
+                zeros = [torch.zeros((), device=self.accelerator.device)] * len(calls)
+                status, _ = self._end_calls(zeros, params, failed=True)
+                # On a GPU the copy waits for the others, which may take long for their share.
+                status.tolist()
+            raise
+        losses = [call.sums["loss:sum"] for call in launched]
+        status, metrics = self._end_calls(losses, params, failed=False)
+        try:
+            sums = read_sums(launched, status)
+        except FloatingPointError:
+            if any(call.backward for call in launched):
+                self.drop_gradients()
+            raise
+        outputs = [collect_outputs(call.parts) for call in launched]
+        return list(zip(outputs, sums, strict=True)), metrics
+
+    def _end_calls(
+        self, losses: Sequence[Tensor], params: AdamParams | None, *, failed: bool
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Sum the calls' losses over the ranks, and with `params` update the weights, unless a sum
+        is not finite or a rank has failed. Return (what `sum_over_ranks` returns, metrics).
+        """
+        status = sum_over_ranks(losses, failed=failed)
+        if params is None:
+            return status, {}
+        return status, self.step(params, status.isfinite().all() & (status[-1] == 0))
+
+    def _launch(
+        self,
+        share: RankBatch,
+        loss: LossSpec,
+        config: Mapping[str, float],
+        *,
+        divisor: float,
+        backward: bool,
+        entropy: bool = False,
+        use_adapters: bool = True,
+    ) -> LaunchedCall:
+        """Launch the micro-batches of a call. `use_adapters`: False scores with the LoRA adapter
+        disabled, like the base model; never together with `backward`.
+        """
         self.num_micro_batches = share.num_micro_batches
         # A GPU that waits for the host between two micro-batches idles.
         select_tokens = partial(loss.find_gradient_tokens, config=config) if backward else None
         device = self.accelerator.device
-        parts: list[tuple[dict[int, int], dict[str, Tensor]]] = []
-        sums: dict[str, Tensor] = {"loss:sum": torch.zeros((), dtype=torch.float64, device=device)}
-        try:
-            for batch in self.planner.make_micro_batches(share, select_tokens):
-                value, token_outputs, metrics = self._run_micro_batch(
-                    batch, loss, config, divisor, backward, entropy, use_adapters
-                )
-                if batch.scale == 0.0 or not self.reports_results:
-                    continue
-                for name, metric in {"loss:sum": value, **metrics}.items():
-                    total = metric.detach().to(device, torch.float64)
-                    sums[name] = sums[name] + total if name in sums else total
-                lengths = dict(zip(batch.datum_index, batch.lengths, strict=True))
-                parts.append((lengths, {k: tensor.detach() for k, tensor in token_outputs.items()}))
-        except Exception:
-            # The other ranks wait for this rank's sum, or inside a micro-batch that communicates.
-            if not get_launch_sharding().divides and self.context_parallel is None:
-                # On a GPU the copy waits for the others, which may take long for their share.
-                sum_over_ranks(sums["loss:sum"], failed=True).tolist()
-            raise
-        totals = self._read_totals(sums, loss, backward)
-        if not parts:
-            del totals["loss:sum"]
-        outputs = collect_outputs(parts)
-        self.has_gradient = self.has_gradient or (backward and len(share.datums) > 0)
-        return outputs, totals
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        call = LaunchedCall(loss, backward, {"loss:sum": zero})
+        for batch in self.planner.make_micro_batches(share, select_tokens):
+            value, token_outputs, metrics = self._run_micro_batch(
+                batch, loss, config, divisor, backward, entropy, use_adapters
+            )
+            if batch.scale == 0.0 or not self.reports_results:
+                continue
+            for name, metric in {"loss:sum": value, **metrics}.items():
+                call.add(name, metric)
+            lengths = dict(zip(batch.datum_index, batch.lengths, strict=True))
+            call.parts.append(
+                (lengths, {k: tensor.detach() for k, tensor in token_outputs.items()})
+            )
+        return call
 
     def _run_micro_batch(
         self,
@@ -463,32 +506,6 @@ class Learner:
             rerouted, routed = replay.counts()
             metrics = {**metrics, "rerouted:sum": rerouted, "routed:sum": routed}
         return value.detach(), token_outputs, metrics
-
-    def _read_totals(
-        self, sums: Mapping[str, Tensor], loss: LossSpec, backward: bool
-    ) -> dict[str, float]:
-        """Return the sums of this rank as numbers, in one copy from the device.
-
-        Raises OtherRankFailed if another rank failed, and FloatingPointError on every rank if the
-        sum of the losses over all ranks is not finite; after a backward the gradients since the
-        last step are dropped then.
-        """
-        loss_and_failures = sum_over_ranks(sums["loss:sum"], failed=False)
-        *values, loss_total, failures = torch.cat(
-            [torch.stack([*sums.values()]), loss_and_failures.double()]
-        ).tolist()
-        if failures:
-            raise OtherRankFailed
-        if not math.isfinite(loss_total):
-            if backward:
-                self.drop_gradients()
-            dropped = "The gradients since the last step were dropped; the weights are unchanged. "
-            raise FloatingPointError(
-                f"the loss ({loss.fn.__name__}) is {loss_total}: a logprob or an input is not "
-                f"finite, or a ratio overflowed. {dropped * backward}Look for logprobs far below "
-                "the others in the datums, or lower the learning rate"
-            )
-        return dict(zip(sums, values, strict=True))
 
     def _forward(
         self,
@@ -607,19 +624,20 @@ class Learner:
 
     # ----------------------------------------------------------------------------------------- step
 
-    def step(self, params: AdamParams) -> dict[str, float]:
+    def step(self, params: AdamParams, is_valid: Tensor | None = None) -> dict[str, float]:
         """Apply an AdamW update of the accumulated gradients; return the gradient norm before
         clipping.
 
         Without a gradient (no datum since the last step) nothing changes, and `skipped` is 1. A
-        gradient that is not finite is dropped, nothing changes, and `skipped_nonfinite` is 1. The
-        host reads the norm once, after it has launched the update (rl.learner.backend).
+        gradient that is not finite is dropped, nothing changes, and `skipped_nonfinite` is 1; so it
+        is if `is_valid`, a tensor [] on the device, is False. The host reads the norm once, after
+        it has launched the update (rl.learner.backend).
         """
         if not self.has_gradient:
             return {"grad_norm": 0.0, "skipped": 1.0}
         self.has_gradient = False
         with record_function("whetstone/update"):
-            norm, applied = self.backend.step(params)
+            norm, applied = self.backend.step(params, is_valid)
         if not applied:
             return {"grad_norm": norm, "skipped_nonfinite": 1.0}
         self.version += 1

@@ -275,37 +275,3 @@ def sum_terms(
             for name, value in sums.items()
         }
     return sum(value for value, _ in terms), metrics
-
-
-def sum_over_ranks(loss_sum: Tensor, *, failed: bool) -> Tensor:
-    """Return the loss over all ranks and the number of ranks that failed, fp32 [2].
-
-    Every rank gets the sums: otherwise the others would wait for a rank with a bad datum.
-    """
-    status = torch.stack([loss_sum, torch.full_like(loss_sum, failed)]).float()
-    collectives.all_sum_([status])
-    return status
-
-
-def collect_outputs(
-    parts: Sequence[tuple[Mapping[int, int], Mapping[str, Tensor]]],
-) -> dict[int, dict[str, np.ndarray]]:
-    """Return the outputs of all tokens by datum index.
-
-    parts: of each micro-batch, the length of each datum by its index, and its outputs, [T] or
-    [T, K] each. A single copy brings them to the host, as fp32.
-    """
-    outputs: dict[int, dict[str, np.ndarray]] = {i: {} for lengths, _ in parts for i in lengths}
-    tensors = [tensor.float() for _, token_outputs in parts for tensor in token_outputs.values()]
-    if not tensors:
-        return outputs
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu().numpy()
-    start = 0
-    for lengths, token_outputs in parts:
-        ends = np.cumsum([*lengths.values()])[:-1]
-        for name, tensor in token_outputs.items():
-            array = flat[start : start + tensor.numel()].reshape(tensor.shape)
-            start += tensor.numel()
-            for i, rows in zip(lengths, np.split(array, ends), strict=True):
-                outputs[i][name] = rows
-    return outputs

@@ -30,7 +30,7 @@ from rl.learner import (
     learner_checkpoint,
     make_expert_group,
 )
-from rl.losses import LossSpec, get_loss
+from rl.losses import LossSpec
 from rl.models import (
     LoadedClassifier,
     add_lora,
@@ -49,8 +49,15 @@ from rl.runtime.consistency import (
     measure,
     to_arrays,
 )
+from rl.runtime.learner_calls import (
+    merge_microbatch,
+    merge_outputs,
+    merge_train_step,
+    resolve_loss,
+    split_call,
+    split_train_step,
+)
 from rl.runtime.rank_settings import WorkerSettings
-from rl.runtime.sample_temperatures import resolve_temperatures
 from rl.runtime.sampler_versions import BaseKey, SamplerVersion
 from rl.runtime.sampling_worker import SamplingWorker, load_base
 from rl.runtime.verb_table import (
@@ -69,31 +76,10 @@ from rl.types import (
     ModelInput,
     SamplingParams,
     TensorData,
-    merge_counters,
 )
 from rl.vllm import AdapterCheck, VllmDecoder
 
 _CHECK_TOKENS = 32  # of the text with which a server's adapter is compared
-
-
-def _merge_outputs(parts: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return (outputs in datum order, metrics) of the ranks' (outputs, sums, temperature)."""
-    sums = merge_counters([part[1] for part in parts])
-    metrics = {"loss:sum": 0.0, **sums, "temperature:mean": parts[0][2]}
-    return merge_by_index([part[0] for part in parts]), metrics
-
-
-def _merge_microbatch(parts: Sequence[Any]) -> tuple[Any, ...]:
-    """Return (outputs by datum index, sums, temperature, number of micro-batches) of all ranks."""
-    outputs = {i: output for part in parts for i, output in part[0].items()}
-    return outputs, merge_counters([part[1] for part in parts]), *parts[0][2:]
-
-
-def _resolve_loss(loss_fn: str | LossSpec) -> LossSpec:
-    """Return the loss of a name. A name is sent to the ranks as it is: its functions may not
-    pickle.
-    """
-    return get_loss(loss_fn) if isinstance(loss_fn, str) else loss_fn
 
 
 class TrainingWorker(SamplingWorker):
@@ -241,56 +227,17 @@ class TrainingWorker(SamplingWorker):
 
     # ------------------------------------------------------------------------------------- learning
 
-    def split_batch(
-        self,
-        model_id: int,
-        datums: Sequence[Datum],
-        loss_fn: str | LossSpec,
-        config: Mapping[str, float],
-        divisor: float,
-        backward: bool,
-        entropy: bool = False,
-        adapters: bool = True,
-        sampling_temperatures: Sequence[float | None] | None = None,
-        part: int | None = None,
-    ) -> list[tuple[Any, ...]]:
-        """Return by rank the arguments of `forward_backward`: its share of the batch, and what it
-        needs of the whole batch.
-
-        `sampling_temperatures`: the temperature at which each datum was sampled, if known.
-        "temperature" in `config` overrides it. `part`: only that micro-batch.
-        """
-        learner = self.learners[model_id]
-        loss = _resolve_loss(loss_fn)
-        if backward and datums and "advantages" in loss.required:
-            learner.sampling_record.check_untruncated()
-        settings = dict(config)
-        temperature = settings.pop("temperature", None)
-        if temperature is None and loss.at_sampling_temperature and datums:
-            temperatures = resolve_temperatures(
-                sampling_temperatures or [None] * len(datums),
-                learner.sampling_record.scoring_temperature,
-            )
-        else:
-            temperatures = [1.0 if temperature is None else float(temperature)] * max(
-                len(datums), 1
-            )
-        shares = learner.split_batch(datums, loss.group, temperatures[: len(datums)], part)
-        # exact if all are equal
-        total, distinct = sum(temperatures), len(set(temperatures))
-        mean = temperatures[0] if distinct == 1 else total / len(temperatures)
-        options = {"divisor": divisor, "backward": backward, "entropy": entropy}
-        call = (loss_fn, settings, {**options, "use_adapters": adapters}, mean)
-        arguments = {id(share): (model_id, share, *call) for share in shares}
-        return [arguments[id(share)] for share in shares]
+    def split_batch(self, model_id: int, *call: Any) -> list[tuple[Any, ...]]:
+        """Return by rank the arguments of `forward_backward`. `call`: see `split_call`."""
+        return split_call(self.learners[model_id], model_id, *call)
 
     def split_microbatch(self, model_id: int, part: int, *call: Any) -> list[tuple[Any, ...]]:
         """Return by rank the arguments of `forward_backward_microbatch`: those of `split_batch` for
         micro-batch `part`.
         """
-        return self.split_batch(model_id, *call, part=part)  # type: ignore[misc]
+        return split_call(self.learners[model_id], model_id, *call, part=part)
 
-    @verb(LEARNER, _merge_outputs, split="split_batch", in_step=True)
+    @verb(LEARNER, merge_outputs, split="split_batch", in_step=True)
     def forward_backward(
         self,
         model_id: int,
@@ -306,11 +253,11 @@ class TrainingWorker(SamplingWorker):
         self._sleep_servers()
         with self.kv_cache_pool.yield_to_learner():
             outputs, sums = self.learners[model_id].run_share(
-                share, _resolve_loss(loss_fn), config, **options
+                share, resolve_loss(loss_fn), config, **options
             )
         return outputs, sums, mean_temperature
 
-    @verb(LEARNER, _merge_microbatch, split="split_microbatch", in_step=True)
+    @verb(LEARNER, merge_microbatch, split="split_microbatch", in_step=True)
     def forward_backward_microbatch(
         self, model_id: int, share: RankBatch, *call: Any
     ) -> tuple[Any, dict[str, float], float, int]:
@@ -327,6 +274,35 @@ class TrainingWorker(SamplingWorker):
             metrics = self.learners[model_id].step(params)
         self.kv_cache_pool.record_update()
         return metrics
+
+    def split_train_step(
+        self, model_id: int, calls: Sequence[Sequence[Any]], params: AdamParams
+    ) -> list[tuple[Any, ...]]:
+        """Return by rank the arguments of `train_step`. `calls`: the arguments of `split_batch`,
+        without the model.
+        """
+        return split_train_step(self.learners[model_id], model_id, calls, params)
+
+    @verb(
+        LEARNER,
+        merge_train_step,
+        split="split_train_step",
+        on_refusal="drop_gradients",
+        in_step=True,
+    )
+    def train_step(
+        self, model_id: int, calls: Sequence[Sequence[Any]], params: AdamParams
+    ) -> tuple[list[Any], dict[str, float]]:
+        """Run forward_backward on each call, then optim_step; a GPU does not wait for the host
+        between them. Return what they return.
+        """
+        self._sleep_servers()
+        launches = [(share, resolve_loss(loss), *rest) for share, loss, *rest, _ in calls]
+        with self.kv_cache_pool.yield_to_learner():
+            outputs, metrics = self.learners[model_id].train_step(launches, params)
+        self.kv_cache_pool.record_update()
+        temperatures = [call[-1] for call in calls]
+        return [(*o, t) for o, t in zip(outputs, temperatures, strict=True)], metrics
 
     @verb()
     def scale_gradients(self, model_id: int, factor: float) -> None:

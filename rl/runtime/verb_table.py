@@ -32,7 +32,7 @@ class VerbSpec:
     get_params     returns the sampling parameters in its arguments, which the learner of the
                    version records
     on_refusal     verb that runs in its place, on its first argument, if a verb that it depends
-                   on failed
+                   on failed or `split` raises
     split          method of the worker that rank 0 calls with the submitted arguments: it returns
                    each rank's arguments; None: every rank gets the submitted arguments
     in_step        its ranks communicate (gather or sum weights or gradients): if one fails, the

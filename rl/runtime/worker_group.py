@@ -408,7 +408,12 @@ def _execute_everywhere(executor: Any, service: int, verb: str, arguments: Seque
     if split is None:
         executor.objects.broadcast_verb((service, verb, arguments))
     else:
-        shares = getattr(worker, split)(*arguments)
+        try:
+            shares = getattr(worker, split)(*arguments)
+        except Exception:
+            if (on_refusal := VERBS[verb].on_refusal) is not None:
+                _execute_everywhere(executor, service, on_refusal, arguments[:1])
+            raise
         *_, arguments = executor.objects.broadcast_verb((service, verb), shares)
     return _execute(worker, verb, arguments)
 

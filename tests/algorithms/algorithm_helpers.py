@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from helpers import call, make_worker
+from helpers import SeparateCalls, call, make_worker
 
 from rl.algorithms import METHODS
 from rl.config import unflatten_settings
@@ -30,7 +30,7 @@ class Done:
         return self.value
 
 
-class LocalPolicy:
+class LocalPolicy(SeparateCalls):
     """A training client on a worker in this process."""
 
     def __init__(self):

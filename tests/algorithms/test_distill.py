@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from algorithm_helpers import Done, make_method
-from helpers import make_worker
+from helpers import SeparateCalls, make_worker
 from whole_runs import train
 
 from rl import ServiceClient
@@ -132,7 +132,7 @@ def test_both_sides_are_taken_at_the_temperature_of_the_samples():
         return Done(ForwardBackwardOutput([{"logprobs": data[0].loss_fn_inputs["logprobs"]}], sums))
 
     step = Done(OptimStepResponse({"grad_norm": 1.0}))
-    policy = SimpleNamespace(forward_backward=forward_backward, optim_step=lambda params: step)
+    policy = SeparateCalls(forward_backward=forward_backward, optim_step=lambda params: step)
     method.update(Models(policy), [datum], Progress(0, 1))
     assert requests == [("importance_sampling", 0.5, 2)]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from algorithm_helpers import make_method
-from helpers import random_datums
+from helpers import SeparateCalls, random_datums
 
 from rl import ServiceClient
 from rl.algorithms import (
@@ -168,7 +168,7 @@ def test_minibatches_are_dealt_out_by_the_runs_seed():
         return SimpleNamespace(result=lambda: ForwardBackwardOutput(outputs, {"loss:sum": 0.0}))
 
     step = SimpleNamespace(result=lambda: SimpleNamespace(metrics={"grad_norm": 0.0}))
-    policy = SimpleNamespace(forward_backward=noted, forward=noted, optim_step=lambda params: step)
+    policy = SeparateCalls(forward_backward=noted, forward=noted, optim_step=lambda params: step)
     method = make_method("ppo", **FLAT, epochs=2, num_substeps=3, batch_size=12)
 
     def order(batch, seed):

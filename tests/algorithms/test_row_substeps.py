@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from algorithm_helpers import make_method
+from helpers import SeparateCalls
 
 from rl import ServiceClient
 from rl.algorithms import Models, Progress
@@ -41,7 +42,7 @@ def service(tmp_path_factory):
         yield service
 
 
-class RecordingPolicy:
+class RecordingPolicy(SeparateCalls):
     """A policy that records the datums of each optimizer step."""
 
     def __init__(self, policy):

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from algorithm_helpers import make_method, off_the_policy, score_sequences
+from helpers import SeparateCalls
 from safetensors.torch import load_file
 from test_setting_pairs import CORRECTIONS, Text, cover_pairs, texts_of
 from transformers import AutoModelForCausalLM
@@ -346,7 +347,7 @@ class Reference:
 # ---------------------------------------------------------------------------------------- the table
 
 
-class Recorder:
+class Recorder(SeparateCalls):
     """The policy's client, which also records the texts of each update."""
 
     def __init__(self, client):

@@ -123,7 +123,10 @@ def test_an_optimizer_without_torchs_kernel_steps_only_on_a_finite_gradient():
     optimizer = SimpleNamespace(step=lambda: steps.append(1))
     assert step_if_finite(optimizer, torch.tensor(2.0)) == (2.0, True) and steps == [1]
     assert step_if_finite(optimizer, torch.tensor(float("inf"))) == (float("inf"), False)
+    assert step_if_finite(optimizer, torch.tensor(2.0), torch.tensor(False)) == (2.0, False)
     assert steps == [1]
+    assert step_if_finite(optimizer, torch.tensor(2.0), torch.tensor(True)) == (2.0, True)
+    assert steps == [1, 1]
 
 
 # ------------------------------------------------------------------------------------ several ranks

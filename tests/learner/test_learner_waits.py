@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import linear_logprob_torch
+from rl.learner import learner as learner_module
 from rl.learner import microbatches
 from rl.learner.backend import ReplicatedBackend
 from rl.learner.backend_fsdp import FSDPBackend
@@ -217,8 +218,8 @@ def test_no_head_reads_before_the_last_micro_batch(settings, monkeypatch):
     check_events(events, count, False, COPIES)
 
 
-# The norm: __float__ is the read, and the operator is what it calls.
-STEP = ["update", "read: __float__", "read: aten._local_scalar_dense.default"]
+# The norm, with whether the update was made.
+STEP = ["update", "read: tolist"]
 
 
 @pytest.mark.parametrize("grad_clip_norm", [0.0, 0.1])
@@ -226,7 +227,7 @@ STEP = ["update", "read: __float__", "read: aten._local_scalar_dense.default"]
 def test_a_training_step_reads_its_norm_once_and_after_the_update(
     grad_clip_norm, settings, monkeypatch
 ):
-    """A step is forward_backward and optim_step: the first, the second, and one that is skipped."""
+    """`forward_backward`, then `optim_step`: the first step, the second, and one that is skipped."""
     spec, params = LOSSES["ppo"], AdamParams(grad_clip_norm=grad_clip_norm)
     worker, datums = make_learner(monkeypatch, spec, layout="padded", **settings), make_datums(spec)
     learner, events = worker.learners[0], list[str]()
@@ -239,8 +240,32 @@ def test_a_training_step_reads_its_norm_once_and_after_the_update(
                 next(iter(learner.trainable.values())).grad.fill_(float("nan"))
             metrics = worker.optim_step(0, params)
         assert ("skipped_nonfinite" in metrics) is skipped
-        assert events[-3:] == STEP
-        check_events(events[:-3], learner.num_micro_batches, True, COPIES)
+        assert events[-2:] == STEP
+        check_events(events[:-2], learner.num_micro_batches, True, COPIES)
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_whole_step_reads_nothing_before_its_update(layout, num_calls, monkeypatch):
+    """`train_step` launches every micro-batch of every call and the update, and then reads."""
+    spec, params = LOSSES["ppo"], AdamParams(grad_clip_norm=0.1)
+    worker, datums = make_learner(monkeypatch, spec, **LAYOUTS[layout]), make_datums(spec)
+    learner, events = worker.learners[0], list[str]()
+    record_passes(monkeypatch, learner, events)
+    calls = [(datums, "ppo", {}, 1.0, True)] * num_calls
+    for is_finite in (True, True, False):
+        events.clear()
+        if not is_finite:
+            calls = [
+                (make_datums(spec), "ppo", {"entropy_coef": float("inf")}, 1.0, True)
+            ] * num_calls
+        with record_reads(monkeypatch, events), contextlib.suppress(FloatingPointError):
+            call(worker, "train_step", 0, calls, params)
+        count = 3 * num_calls * learner.num_micro_batches
+        assert events[:count] == ["collate", "forward", "backward"] * (count // 3)
+        copies = COPIES[1:] * num_calls if is_finite else []
+        assert events[count:] == [*STEP, COPIES[0], *copies]
+    assert learner.version == 2
 
 
 @pytest.mark.parametrize("grad_clip_norm", [0.0, 0.1])
@@ -434,11 +459,11 @@ def test_a_gpu_does_not_wait_before_the_last_micro_batch(name, layout, monkeypat
     spec = LOSSES.get(name, CUSTOM_LOSS)
     learner = make_learner(monkeypatch, spec, **LAYOUTS[layout]).learners[0]
     config, datums = TERMS if spec.terms else {}, make_datums(spec)
-    read_totals, launch = Learner._read_totals, torch.optim.AdamW.step
+    read_sums, launch = learner_module.read_sums, torch.optim.AdamW.step
 
     def read_after_check(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
-        return read_totals(*args)
+        return read_sums(*args)
 
     def launch_and_end_check(*args: Any) -> Any:
         launch(*args)
@@ -449,7 +474,7 @@ def test_a_gpu_does_not_wait_before_the_last_micro_batch(name, layout, monkeypat
 
     run()  # compiles kernels
     learner.step(AdamParams())
-    monkeypatch.setattr(Learner, "_read_totals", read_after_check)
+    monkeypatch.setattr(learner_module, "read_sums", read_after_check)
     monkeypatch.setattr(torch.optim.AdamW, "step", launch_and_end_check)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers import SeparateCalls
 from whole_runs import RECIPE, runs_draw_no_curves
 
 from rl.algorithms import GRPO, METHODS, Models, PpoOptions, Progress
@@ -213,7 +214,7 @@ def test_a_gradient_that_is_not_finite_is_said_by_every_method(method, bad):
     if method == "distill":  # soft targets
         inputs["distillation"] = DistillationSettings(learn_from="teacher")
         fields = {"target_tokens": [[1, 2], [2, 1]], "weights": [[0.5, 0.5], [1.0, 0.0]]}
-    policy = SimpleNamespace(forward_backward=score, forward=score, optim_step=step)
+    policy = SeparateCalls(forward_backward=score, forward=score, optim_step=step)
     datums = [Datum(ModelInput.from_ints([1, 2]), fields) for _ in range(4)]
     trained = METHODS[method](METHODS[method].Settings(**inputs))
     metrics = trained.update(Models(policy), datums, Progress(0, 5))
