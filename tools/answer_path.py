@@ -156,7 +156,7 @@ class Policy:
         self.context: Any = context
 
     def forward_backward(
-        self, data: Sequence[Datum], loss: str, config: dict[str, Any], *, divisor: float
+        self, data: Sequence[Datum], loss: str, config: dict[str, Any], divisor: float
     ) -> Any:
         watch = self.watch
 
@@ -188,8 +188,9 @@ class Policy:
 
         return SimpleNamespace(result=lambda: watch.run("read outputs", read))
 
-    def optim_step(self, params: Any) -> Any:
-        return SimpleNamespace(result=lambda: SimpleNamespace(metrics={"grad_norm": 1.0}))
+    def train_step(self, calls: Sequence[Any], params: Any) -> tuple[list[Any], Any]:
+        update = SimpleNamespace(result=lambda: SimpleNamespace(metrics={"grad_norm": 1.0}))
+        return [self.forward_backward(*call) for call in calls], update
 
 
 def read_logprobs(datum: Datum) -> np.ndarray:

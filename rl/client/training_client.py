@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ from rl.types import (
     TensorData,
 )
 from rl.types.number_checks import validate_number
+
+T = TypeVar("T")
 
 
 class CallRecorder(Protocol):
@@ -270,17 +272,11 @@ class TrainingClient(AwaitableClient):
         a load_state has failed since the last step or load_state, an error is raised, the gradients
         are dropped and the weights are unchanged. `adam_params`: the older name of `optim_params`.
         """
-        params_passed = [params for params in (optim_params, adam_params) if params is not None]
-        if len(params_passed) != 1 or not isinstance(params_passed[0], AdamParams):
-            received = " and ".join(type(params).__name__ for params in params_passed) or "nothing"
-            raise _InvalidAdamParams(
-                "optim_step takes a single types.AdamParams (the only optimizer here), got "
-                f"{received}"
-            )
+        params = _get_adam_params("optim_step", optim_params, adam_params)
         if self.recorder is not None:
-            self.recorder.record_step(params_passed[0])
+            self.recorder.record_step(params)
         backwards, self._pending_backwards = self._pending_backwards, []
-        future = self._submit("optim_step", params_passed[0], dependencies=backwards)
+        future = self._submit("optim_step", params, dependencies=backwards)
         return APIFuture(future, OptimStepResponse)
 
     def train_step(
@@ -298,6 +294,7 @@ class TrainingClient(AwaitableClient):
         """
         if not calls:
             raise ValueError("train_step received no calls: pass at least one, or use optim_step")
+        params = _get_adam_params("train_step", optim_params)
         records = self.recorder is not None
         arguments = []
         for data, loss_fn, config, divisor in calls:
@@ -305,15 +302,17 @@ class TrainingClient(AwaitableClient):
             options = (divisor, True, records, True)
             arguments.append(self._make_call(data, loss_fn, dict(config), *options))
         backwards, self._pending_backwards = self._pending_backwards, []
-        future = self._submit("train_step", arguments, optim_params, dependencies=backwards)
-        outputs = [
-            APIFuture(future, lambda value, i=i: _to_output(value[0][i])) for i in range(len(calls))
-        ]
+        future = self._submit("train_step", arguments, params, dependencies=backwards)
+
+        def select(i: int, convert: Callable[[Any], T]) -> APIFuture[T]:
+            return APIFuture(future, lambda value: convert(value[0][i]))
+
         if self.recorder is not None:
             for i, (data, loss_fn, config, divisor) in enumerate(calls):
-                output = APIFuture(future, lambda value, i=i: value[0][i]).future()
+                output = select(i, lambda value: value).future()
                 self.recorder.record_backward(data, loss_fn, dict(config), divisor, output)
-            self.recorder.record_step(optim_params)
+            self.recorder.record_step(params)
+        outputs = [select(i, _to_output) for i in range(len(calls))]
         return outputs, APIFuture(future, lambda value: OptimStepResponse(value[1]))
 
     # ----------------------------------------------------------------------------- saving, sampling
@@ -529,7 +528,20 @@ class TrainingClient(AwaitableClient):
 
 
 class _InvalidAdamParams(BadRequestError, TypeError):
-    """Signal that optim_step received another type than AdamParams."""
+    """Signal that a verb received another type than AdamParams."""
+
+
+def _get_adam_params(verb: str, *arguments: AdamParams | None) -> AdamParams:
+    """Return the only argument that is not None. Raises _InvalidAdamParams if it is no
+    AdamParams.
+    """
+    params = [argument for argument in arguments if argument is not None]
+    if len(params) != 1 or not isinstance(params[0], AdamParams):
+        received = " and ".join(type(argument).__name__ for argument in params) or "nothing"
+        raise _InvalidAdamParams(
+            f"{verb} takes a single types.AdamParams (the only optimizer here), got {received}"
+        )
+    return params[0]
 
 
 def _validate_divisor(divisor: float) -> None:

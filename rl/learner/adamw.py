@@ -91,15 +91,19 @@ def step_if_finite(
     is_fused = isinstance(optimizer, torch.optim.AdamW)
     is_first = is_fused and not optimizer.state
     kernel_options: Any = optimizer
-    if is_fused:
-        kernel_options.found_inf = applies.logical_not().float()
-        optimizer.step()
-        del kernel_options.found_inf
-    value, applied = torch.stack([norm.double(), applies.double()]).tolist()
+    applied = 0.0
+    try:
+        if is_fused:
+            kernel_options.found_inf = applies.logical_not().float()
+            optimizer.step()
+            del kernel_options.found_inf
+        value, applied = torch.stack([norm.double(), applies.double()]).tolist()
+    finally:
+        if is_first and not applied:
+            # zeros of a skipped step, or what one without memory made: torch would not complete it
+            optimizer.state.clear()
     if applied and not is_fused:
         optimizer.step()
-    if is_first and not applied:
-        optimizer.state.clear()  # zeros, which the skipped step made
     return value, bool(applied)
 
 

@@ -66,7 +66,7 @@ class Backend(abc.ABC):
         The host reads both once, after it has launched the update (with an 8-bit optimizer before
         it, see `step_if_finite`).
         """
-        norm = self._reduce_gradients()
+        norm = self.reduce_gradients()
         if params.grad_clip_norm > 0:
             self._clip_gradients(params.grad_clip_norm, norm)
         set_adam_params(self.adam, params)
@@ -74,7 +74,7 @@ class Backend(abc.ABC):
         self.drop_gradients()
         return result
 
-    def _reduce_gradients(self) -> Tensor:
+    def reduce_gradients(self) -> Tensor:
         """Sum the gradients over the ranks, if a backward does not, and return their norm."""
         return torch.nn.utils.get_total_norm(sum_gradients(self.trainable.values()))
 

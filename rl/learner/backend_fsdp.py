@@ -84,7 +84,7 @@ class FSDPBackend(Backend):
     def _local_gradient(self, parameter: Any) -> Tensor | None:
         return None if parameter.grad is None else parameter.grad.to_local()
 
-    def _reduce_gradients(self) -> Tensor:
+    def reduce_gradients(self) -> Tensor:
         for parameter in self.trainable.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -392,15 +392,11 @@ class Learner:
     ) -> tuple[list[CallOutput], dict[str, float]]:
         """Run `run_share` with the arguments of each call, then `step`. Return what they return.
 
-        The host reads no result before the update is launched. After an error the weights are
-        unchanged, and the gradients since the last step are dropped.
+        The host reads no result before the update is launched. After an error in a call the weights
+        are unchanged, and the caller has to drop the gradients.
         """
         self.has_gradient = self.has_gradient or adds_gradient(calls)
-        try:
-            return self._run_calls(calls, params)
-        except Exception:
-            self.drop_gradients()
-            raise
+        return self._run_calls(calls, params)
 
     def _run_calls(
         self, calls: Sequence[LearnerCall], params: AdamParams | None
@@ -413,15 +409,14 @@ class Learner:
             ]
         except Exception as error:
             # The other ranks wait for this rank's sums, or inside a micro-batch that communicates.
-            if not get_launch_sharding().divides and self.context_parallel is None:
-                traceback.clear_frames(error.__traceback__)  # the update's sums need memory
-                zeros = [torch.zeros((), device=self.accelerator.device)] * len(calls)
-                status, _ = self._end_calls(zeros, params, failed=True)
-                # On a GPU the copy waits for the others, which may take long for their share.
-                status.tolist()
+            communicates = get_launch_sharding().divides or self.context_parallel is not None
+            if collectives.world() > 1 and not communicates:
+                self._end_failed_calls(error, len(calls), updates=params is not None)
             raise
-        losses = [call.sums["loss:sum"] for call in launched]
-        status, metrics = self._end_calls(losses, params, failed=False)
+        status = sum_over_ranks([call.sums["loss:sum"] for call in launched], failed=False)
+        metrics = {}
+        if params is not None:
+            metrics = self.step(params, status.isfinite().all() & (status[-1] == 0))
         try:
             sums = read_sums(launched, status)
         except FloatingPointError:
@@ -431,16 +426,17 @@ class Learner:
         outputs = [collect_outputs(call.parts) for call in launched]
         return list(zip(outputs, sums, strict=True)), metrics
 
-    def _end_calls(
-        self, losses: Sequence[Tensor], params: AdamParams | None, *, failed: bool
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Sum the calls' losses over the ranks, and with `params` update the weights, unless a sum
-        is not finite or a rank has failed. Return (what `sum_over_ranks` returns, metrics).
+    def _end_failed_calls(self, error: Exception, count: int, *, updates: bool) -> None:
+        """Take part in the sums of the other ranks, which learn from them that this rank failed.
+        `updates`: they have launched an update after `count` calls, which this rank does not need.
         """
-        status = sum_over_ranks(losses, failed=failed)
-        if params is None:
-            return status, {}
-        return status, self.step(params, status.isfinite().all() & (status[-1] == 0))
+        traceback.clear_frames(error.__traceback__)  # the sums of gradients need memory
+        zeros = [torch.zeros((), device=self.accelerator.device)] * count
+        status = sum_over_ranks(zeros, failed=True)
+        if updates and self.has_gradient:
+            self.backend.reduce_gradients()
+        # On a GPU the copy waits for the others, which may take long for their share.
+        status.tolist()
 
     def _launch(
         self,

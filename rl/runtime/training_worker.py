@@ -235,7 +235,9 @@ class TrainingWorker(SamplingWorker):
         """Return by rank the arguments of `forward_backward_microbatch`: those of `split_batch` for
         micro-batch `part`.
         """
-        return split_call(self.learners[model_id], model_id, *call, part=part)
+        return split_call(  # type: ignore[misc]
+            self.learners[model_id], model_id, *call, part=part
+        )
 
     @verb(LEARNER, merge_outputs, split="split_batch", in_step=True)
     def forward_backward(
@@ -296,10 +298,15 @@ class TrainingWorker(SamplingWorker):
         """Run forward_backward on each call, then optim_step; a GPU does not wait for the host
         between them. Return what they return.
         """
-        self._sleep_servers()
-        launches = [(share, resolve_loss(loss), *rest) for share, loss, *rest, _ in calls]
-        with self.kv_cache_pool.yield_to_learner():
-            outputs, metrics = self.learners[model_id].train_step(launches, params)
+        learner = self.learners[model_id]
+        try:
+            self._sleep_servers()
+            launches = [(share, resolve_loss(loss), *rest) for share, loss, *rest, _ in calls]
+            with self.kv_cache_pool.yield_to_learner():
+                outputs, metrics = learner.train_step(launches, params)
+        except Exception:
+            learner.drop_gradients()
+            raise
         self.kv_cache_pool.record_update()
         temperatures = [call[-1] for call in calls]
         return [(*o, t) for o, t in zip(outputs, temperatures, strict=True)], metrics

@@ -42,7 +42,8 @@ print("update", client.optim_step(AdamParams()).result().metrics["grad_norm"] > 
 """
 
 
-# Rank FAILING fails in its second micro-batch of the first `train_step`.
+# Rank FAILING fails in its second micro-batch of the first `train_step`, and has no memory for an
+# update then.
 STEP = """
 import os, sys
 sys.path[:0] = [{repo!r}, {repo!r} + "/tests"]
@@ -62,6 +63,12 @@ def fails(self, *arguments):
 def count_steps(self, *arguments):
     steps[0], count[0] = steps[0] + 1, 0
     return train_step(self, *arguments)
+adam_step = torch.optim.AdamW.step
+def adam_step_with_memory(self, *arguments):
+    if os.environ["RANK"] == {failing!r} and steps[0] == 1:
+        raise torch.OutOfMemoryError("no memory for the update")
+    return adam_step(self, *arguments)
+torch.optim.AdamW.step = adam_step_with_memory
 Learner._forward, Learner.train_step = fails, count_steps
 settings = WorkerSettings(timeout_seconds=600, learner=LearnerSettings(token_budget=40))
 service = ServiceClient(output_dir=".", settings=settings)

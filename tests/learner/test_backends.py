@@ -118,6 +118,28 @@ def test_a_first_step_that_is_skipped_leaves_a_fresh_optimizer():
     assert torch.equal(model.weight, start) and backend.optimizer_tensors() == {}
 
 
+def test_a_first_step_without_memory_leaves_a_fresh_optimizer(monkeypatch):
+    """torch makes a parameter's state once: a part of it would fail every later step."""
+    model, trainable = linear()
+    backend, gradient = ReplicatedBackend(model, trainable, SimpleNamespace()), torch.ones(3, 5)
+    model.weight.grad = gradient.clone()
+    with monkeypatch.context() as patch:
+        make_zeros, shapes = torch.zeros_like, []
+
+        def make_first(tensor, **options):
+            shapes.append(tensor.shape)
+            if len(shapes) == 2:  # exp_avg_sq
+                raise torch.OutOfMemoryError
+            return make_zeros(tensor, **options)
+
+        patch.setattr(torch, "zeros_like", make_first)
+        with pytest.raises(torch.OutOfMemoryError):
+            backend.step(PARAMS)
+    assert shapes == [(3, 5)] * 2 and backend.optimizer_tensors() == {}
+    model.weight.grad = gradient.clone()
+    assert backend.step(PARAMS) == (float(gradient.norm()), True)
+
+
 def test_an_optimizer_without_torchs_kernel_steps_only_on_a_finite_gradient():
     steps = []
     optimizer = SimpleNamespace(step=lambda: steps.append(1))

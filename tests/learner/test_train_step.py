@@ -1,12 +1,15 @@
 """Test `train_step`, the calls and the update of a step as one verb, beside the separate verbs."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import random_datums
+import torch
+from helpers import call, make_worker, random_datums
 
 from rl import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+from rl.errors import UserError
 from rl.learner import LearnerSettings
 from rl.runtime import WorkerSettings
 
@@ -128,8 +131,45 @@ def test_a_step_that_does_not_begin_drops_the_gradient_before_it(service):
     assert read(*one.train_step(calls, PARAMS)) == read(*other.train_step(calls, PARAMS))
 
 
+def test_a_call_without_memory_begins_no_update(monkeypatch):
+    """AdamW's first step would allocate two numbers for each weight."""
+    worker, updates = make_worker(token_budget=30), []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *a: (updates.append(1), step(*a)))
+
+    def fail(*arguments):
+        raise torch.OutOfMemoryError
+
+    calls = [(DATUMS, "ppo", {}, 1.0, True)]
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.learners[0].backend, "backward", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            call(worker, "train_step", 0, calls, PARAMS)
+    assert not updates and not worker.learners[0].has_gradient
+    call(worker, "train_step", 0, calls, PARAMS)
+    assert len(updates) == 1
+
+
+def test_a_step_drops_the_gradient_before_it_if_a_server_does_not_sleep(monkeypatch):
+    worker = make_worker(token_budget=30)
+    calls = [(DATUMS, "ppo", {}, 1.0, True)]
+    call(worker, "forward_backward", 0, *calls[0])
+
+    def sleep():
+        raise UserError("the server has ended")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "server_pool", SimpleNamespace(can_sleep=True, sleep=sleep))
+        with pytest.raises(UserError, match="has ended"):
+            call(worker, "train_step", 0, calls, PARAMS)
+    assert "skipped" in worker.optim_step(0, PARAMS)
+
+
 def test_wrong_arguments_are_refused_at_the_call(service):
     (client,) = make_clients(service, "full", 1)
+    for params in (None, {"learning_rate": 0.1}):
+        with pytest.raises(TypeError, match="train_step takes a single types.AdamParams"):
+            client.train_step([(DATUMS, "ppo", {}, 1.0)], params)
     with pytest.raises(ValueError, match="no calls"):
         client.train_step([], PARAMS)
     with pytest.raises(ValueError, match="divisor"):
