@@ -624,10 +624,10 @@ class Learner:
         """Apply an AdamW update of the accumulated gradients; return the gradient norm before
         clipping.
 
-        Without a gradient (no datum since the last step) nothing changes, and `skipped` is 1. A
-        gradient that is not finite is dropped, nothing changes, and `skipped_nonfinite` is 1; so it
-        is if `is_valid`, a tensor [] on the device, is False. The host reads the norm once, after
-        it has launched the update (rl.learner.backend).
+        Without a gradient (no datum since the last step) nothing changes, and `skipped` is 1. If
+        the gradient is not finite, or `is_valid`, a tensor [] on the device, is False, the gradient
+        is dropped, nothing changes, and `skipped_nonfinite` is 1. The host reads the norm once,
+        after it has launched the update (rl.learner.backend).
         """
         if not self.has_gradient:
             return {"grad_norm": 0.0, "skipped": 1.0}

@@ -3,6 +3,7 @@ counted parameters, operations and bytes.
 """
 
 import csv
+import gc
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,10 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from traffic_case import LENGTH, ROWS
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-from rl.distributed import Sharding, ZeroSharding
+from rl.distributed import Sharding, ZeroSharding, collectives
 from rl.memory_plan import LaunchShape, ModelSkeleton
 from rl.types import LoraConfig
-from tools import scaling
+from tools import answer_path, scaling
 
 TOKENS = 8
 
@@ -286,6 +287,16 @@ def test_the_rates_of_an_answer_are_those_of_the_measurement():
     }
     for name, value in measured.items():
         assert value <= getattr(scaling.DriverRates(), name) <= 1.05 * value, name
+
+
+def test_the_measurement_takes_a_whole_step(monkeypatch):
+    monkeypatch.setattr(collectives, "world", collectives.world)  # the measurement replaces it
+    for name, value in {"RANKS": 2, "ANSWERS": 8, "ANSWER": 8, "PROMPT": 4, "ROUNDS": 1}.items():
+        monkeypatch.setattr(answer_path, name, value)
+    parts = answer_path.measure_parts()
+    gc.unfreeze()
+    table = (REPO / "bench" / "results" / "answer_path.csv").read_text().splitlines()
+    assert parts.keys() == {row["part"] for row in csv.DictReader(table)}
 
 
 def test_rewards_are_limited_by_all_workers_or_by_rank_0():
