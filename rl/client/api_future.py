@@ -59,6 +59,8 @@ class APIFuture(Generic[T]):
             raise TimeoutError(
                 f"the verb has not ended after {timeout} s; it keeps running: call result() again"
             ) from None
+        finally:
+            del self  # a cycle with the traceback would keep the verb's tensors
 
     async def result_async(self, timeout: float | None = None) -> T:
         """Await the result. Raises the verb's error, or TimeoutError after `timeout` seconds."""

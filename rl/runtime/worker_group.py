@@ -191,7 +191,10 @@ def _execute(worker: Any, verb: str, arguments: Sequence[Any]) -> Any:
             f"{failures[cause][0]}"
         ) from error
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            error = None  # its traceback has this frame: a cycle would keep the verb's tensors
     for rank, (text, _, user_error) in failures.items():
         if user_error is not None:
             raise type(user_error)(f"{user_error} (on {worker.objects.rank_name(rank)})")

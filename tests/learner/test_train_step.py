@@ -1,5 +1,6 @@
 """Test `train_step`, the calls and the update of a step as one verb, beside the separate verbs."""
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -102,6 +103,29 @@ def test_a_loss_that_is_not_finite_changes_nothing(service, bad):
         assert np.array_equal(score(one), before) and one.version == version
         assert read(*one.train_step(STEPS[1], PARAMS)) == read(*other.train_step(STEPS[1], PARAMS))
         assert np.array_equal(score(one), score(other))
+
+
+def test_a_failed_step_leaves_its_tensors_to_no_garbage_collection(service):
+    (client,) = make_clients(service, "full", 1)
+    counts = []
+
+    def fail():
+        outputs, update = client.train_step([([BROKEN], "importance_sampling", {}, 1.0)], PARAMS)
+        for future in (*outputs, update):
+            with pytest.raises(FloatingPointError):
+                future.result()
+
+    try:
+        for _ in range(3):
+            fail()
+            client.train_step([([], "ppo", {}, 1.0)], PARAMS)[1].result()  # ends the verb before
+            if not counts:
+                gc.collect()
+                gc.disable()
+            counts.append(sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_a_step_after_a_failed_call_is_refused(service):
