@@ -33,6 +33,7 @@ from rl.config import (
     flatten_settings,
     list_changed_settings,
     match_recorded_files,
+    parse_changes,
     resolve_config,
     unflatten_settings,
 )
@@ -152,6 +153,9 @@ def find_resume_point(run: RunConfig, folder: Path, console: Console) -> ResumeP
         ended, renamed = False, (row["name"], target.name)
         rows = [other for other in kept_rows if other["name"] not in renamed]
         kept_rows = [*rows, make_checkpoint_row(target, "last", row["stage"], row["batch"])]
+    if ended and loop["stage"] == len(stages) - 1:
+        flag = "steps" if len(stages) == 1 else f"{row['stage']}.steps"
+        console.note(f"all steps of this run are done: --{flag} N with a larger N continues it")
     _apply_changed_settings(loop, changes.notes)
     return ResumePoint(
         state_path=str(path),
@@ -483,18 +487,29 @@ def check_changes(
         for key, (old_value, value) in changed.items()
         if key in allowed
     ]
-    # no steps can be added to a stage that has ended
-    refused = [
+    ended_lines = [
         f"stage {a['name']}, which has ended: steps {was} -> {now}"
         for a, b in zip(recorded_stages[:stage_index], requested_stages[:stage_index], strict=True)
         if (was := a["settings"].get("steps")) != (now := b["settings"].get("steps"))
     ]
-    refused += diff_configs(
+    if ended_lines:
+        raise RunFolderError(
+            f"no steps can be added to a stage that has ended, or taken from it: "
+            f"{'; '.join(ended_lines)}. Use the recorded number of steps (--{stage.name}.steps "
+            "changes those of this stage alone), or choose a new --output-dir"
+        )
+    refused = diff_configs(
         recorded, current, ignore={*CHANGEABLE_OPTIONS, *allowed}, **default_sources
     )
     if refused:
         raise RunFolderError(_format_refusal(refused))
     messages = _describe_changes(notes, stage, saved_settings, done)
+    messages += [
+        f"stage {item.name} has ended: --change {key} changes nothing"
+        for item in ended
+        for key, _ in parse_changes(run.options.change, [])
+        if key.startswith(f"{item.name}.")
+    ]
     later_changes = diff_configs(
         {"options": {}, "stages": recorded_stages[stage_index + 1 :]},
         {"options": {}, "stages": requested_stages[stage_index + 1 :]},

@@ -234,7 +234,7 @@ def probe_reward(
         pass
     if len(probed) < max(1, min(_LEAST_ROWS, len(answers))):
         slow = f"the reward is slow: {budget:.3g} s were not enough for {_LEAST_ROWS} rows"
-        return replace(result, skipped=f"{slow}; give it more with --budget")
+        return replace(result, skipped=f"{slow} (check_reward.py has --budget for this time)")
     if len(answers) < len(chosen_rows):
         count = len(chosen_rows) - len(answers)
         notes.append(f"{count} rows are left out: they have no right answer written as {form}")
