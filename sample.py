@@ -58,7 +58,9 @@ parser.add_argument(
 parser.add_argument(
     "--limit", type=int, default=5, help="number of rows of --dataset, from the first (default 5)"
 )
-parser.add_argument("-n", type=int, default=1, help="samples for each prompt (default 1)")
+parser.add_argument(
+    "-n", "--samples", dest="n", type=int, default=1, help="samples for each prompt (default 1)"
+)
 parser.add_argument("--temperature", type=float, help="0 is greedy (default: the run's, else 1)")
 parser.add_argument(
     "--top-k",

@@ -77,6 +77,13 @@ def main() -> int:
                 file=sys.stderr,
             )
             return 2
+        inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))
+        if inside and not (folder / "config.json").exists():
+            print(
+                f"watch.py: {folder} is no run but has runs: {', '.join(inside[:8])}",
+                file=sys.stderr,
+            )
+            return 2
     from rich.console import Console
     from rich.live import Live
 

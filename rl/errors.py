@@ -212,7 +212,8 @@ def suggest_hub_name(name: str, known: Iterable[str], kind: Literal["model", "da
     mistake, or "".
 
     A typing mistake is at most two letters, and no digit: Qwen3-1.7B and Qwen3-0.6B are two models.
-    The candidates are `known` and what the hub's cache holds. Nothing is fetched.
+    The candidates are `known`, what the hub's cache holds, and the model folders and runs beside
+    `name`. Nothing is fetched.
     """
     import difflib
 
@@ -222,7 +223,9 @@ def suggest_hub_name(name: str, known: Iterable[str], kind: Literal["model", "da
         path.name.removeprefix(f"{kind}s--").replace("--", "/")
         for path in Path(HF_HUB_CACHE).glob(f"{kind}s--*")
     ]
-    names = {candidate.lower(): candidate for candidate in (*cached, *known)}
+    beside = Path(name).expanduser().parent.glob("*/config.json") if kind == "model" else ()
+    folders = [str(path.parent) for path in beside]
+    names = {candidate.lower(): candidate for candidate in (*cached, *known, *folders)}
     if name in names.values() or Path(name).expanduser().exists():
         return ""
 

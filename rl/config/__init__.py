@@ -30,6 +30,7 @@ from rl.config.fields import (
 from rl.config.flag_parser import (
     find_ambiguous_flag,
     list_changed_settings,
+    parse_changes,
     split_environment_flags,
 )
 from rl.config.number_range import (
@@ -125,6 +126,7 @@ __all__ = [
     "record_resumed_files",
     "flatten_settings",
     "list_changed_settings",
+    "parse_changes",
     "split_environment_flags",
     "load_resolved_config",
     "format_help",

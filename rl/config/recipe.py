@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from rl.config.fields import RawValue
+from rl.config.fields import RawValue, nearest_name
 
 # bytes; values; depth (a list of pairs of a stage has depth 5)
 _MAX_BYTES, _MAX_NODES, _MAX_DEPTH = 1 << 18, 20_000, 16
@@ -172,7 +172,9 @@ def _read_stage(node: yaml.Node, path: Path, problems: list[str]) -> RecipeStage
         return None
     pairs = _read_pairs(node, path, problems)
     if "method" not in pairs:
-        problems.append(f"{path} line {line}: this stage has no `method:`")
+        near = nearest_name("method", pairs)
+        hint = f"; is `{near}:` a misspelled `method:`?" if near else ""
+        problems.append(f"{path} line {line}: this stage has no `method:`{hint}")
     method = _read_word("method", pairs.pop("method", None), path, problems)
     name_line = pairs["name"][1] if "name" in pairs else line
     name = _read_word("name", pairs.pop("name", None), path, problems)

@@ -50,7 +50,7 @@ def list_recipes(folder: Path) -> list[Path]:
 
 def _unknown_word_message(word: str, methods: Collection[str], folder: Path) -> str:
     """Return the problem text for a word that is neither a method nor a recipe."""
-    recipes = [str(path) for path in list_recipes(folder)]
+    recipes = [str(path) for path in (*list_recipes(folder), *list_recipes(Path(word).parent))]
     by_stem = {Path(name).stem: name for name in recipes}
 
     def find_recipe(stem: str) -> str | None:

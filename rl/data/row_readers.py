@@ -220,6 +220,8 @@ def _missing_column_message(
             hint = f"; if it is {likely[0]!r}, say {setting} {likely[0]}"
         elif candidates:
             hint = f"; name the column that has it, such as {setting} {candidates[0]}"
+    elif "prompt" in missing.columns and setting == "prompt_column":
+        hint = f"; without {setting} their column 'prompt' is read"
     setting_note = f" ({setting})" if setting is not None else ""
     remedy = f"; {missing.remedy}" if missing.remedy else ""
     return (

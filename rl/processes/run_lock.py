@@ -188,6 +188,16 @@ class RunLock:
             return self.path.stat().st_mtime
         return None
 
+    def has_local_owner_ended(self) -> bool:
+        """Return whether the folder's lock names a process of this host that has ended."""
+        owner = self._read_owner() or {}
+        try:
+            return self._is_local(owner) and not _is_alive(
+                owner["pid"], str(owner.get("began") or "")
+            )
+        except OverflowError:  # no process id
+            return False
+
     def _create(self, path: Path) -> bool:
         """Create `path` with this process's record atomically. Return False if `path` exists."""
         aside, record = path.with_name(f"{LOCK}.{self._record['nonce']}"), json.dumps(self._record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import itertools
 import json
@@ -271,6 +272,19 @@ def find_panels(
     return [panel for panel in panels if any(curve.find_metric(panel) for curve in curves)]
 
 
+def _no_panel_message(
+    sources: Sequence[Path], curves: Sequence[RunCurve], metrics: Sequence[str] | None
+) -> str:
+    """Return the message for runs that have none of `metrics` (None: those of PANELS)."""
+    where = f"no curve in {', '.join(map(str, sources))}"
+    if metrics is None:
+        return f"{where}: no row has a metric with a panel"
+    known = {name for curve in curves for row in curve.rows for name in row}
+    near = [*itertools.chain(*(difflib.get_close_matches(name, known, n=1) for name in metrics))]
+    hint = f"; did you mean {', '.join(near)}?" if near else " (metrics.jsonl has their names)"
+    return f"{where}: no row has {', '.join(metrics)}{hint}"
+
+
 def draw_curves(
     source: Path | Sequence[Path],
     out: Path,
@@ -306,9 +320,7 @@ def draw_curves(
     curves = group_curves(curves, groups, axis)
     panels = find_panels(curves, metrics)
     if not panels:
-        raise UserError(
-            f"no curve in {', '.join(map(str, sources))}: no row has a metric with a panel"
-        )
+        raise UserError(_no_panel_message(sources, curves, metrics))
     figure = _build_figure(curves, panels, AXES[axis])
     out.parent.mkdir(parents=True, exist_ok=True)
     picture = io.BytesIO()

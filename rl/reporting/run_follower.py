@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.jsonl import METRICS_FILE, Row, get_evaluation_step, get_rollout_step
-from rl.processes import LOCK
+from rl.processes import LOCK, RunLock
 from rl.reporting.curve_report import collect_alarms
 from rl.reporting.logbook import CONFIG, ROLLOUTS
 from rl.reporting.metric_plots import RunCurve, is_number
@@ -43,6 +43,7 @@ class RunFollower:
         self._answers_key: tuple[str, float] | None = None
         self._heartbeat: float | None = None  # the lock's, by the clock of the file's host
         self._heartbeat_seen = 0.0  # when it came, by time.monotonic()
+        self._lock = RunLock(folder)  # only read
 
     def refresh(self) -> None:
         """Read the rows that were added, and the newest file of rollouts."""
@@ -156,7 +157,8 @@ class RunFollower:
         """Return "running", "finished", "stopped", "killed" or "waiting" (no run yet)."""
         if self._heartbeat is not None:
             age = time.monotonic() - self._heartbeat_seen
-            return "running" if age < _STALE_SECONDS else "killed"
+            ended = age >= _STALE_SECONDS or self._lock.has_local_owner_ended()
+            return "killed" if ended else "running"
         if self.step is None:
             return "stopped" if self.stages else "waiting"
         return (

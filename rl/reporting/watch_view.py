@@ -26,11 +26,7 @@ _STATES = {
     "running": ("●", "green", ""),
     "finished": ("✓", "green", ""),
     "stopped": ("■", "yellow", "no process is working on it"),
-    "killed": (
-        "✗",
-        "red",
-        "its process has not written for a minute: killed, or its host is gone",
-    ),
+    "killed": ("✗", "red", "its process was killed, or its host is gone"),
     "waiting": ("…", "dim", "no run in this folder yet"),
 }
 _MIN_CHART_WIDTH, _CHART_HEIGHT, _MAX_CHART_HEIGHT, _MAX_CHARTS = 38, 8, 16, 12

@@ -324,7 +324,7 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
         known = ", ".join(registered_rewards())
         raise UserError(
             f"no reward is named {spec!r}: {_suggest_name(spec, _REGISTRY)}registered are {known}; "
-            "pass your function as 'module:function'"
+            "pass your function as my_reward.py:function"
         )
     function = _bind_settings(spec, entry.target, settings)
     needs, bounded = entry.needs, entry.bounded

@@ -322,6 +322,10 @@ def check_base_model(base: ServedBaseModel, renderer: str | None = None) -> int 
     """
     folder = Path(base.source).expanduser()
     try:
+        saved = [*folder.glob("model"), *folder.glob("checkpoints/*/model")]  # a checkpoint, a run
+        if saved and not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+            newest = max(saved, key=lambda path: path.stat().st_mtime)
+            raise UserError(f"its weights are in {newest}: pass {base.name}={newest}")
         with torch.device("meta"):
             skeleton = load_skeleton(base.source, tokenizer=base.tokenizer)
         tokenizer = skeleton.tokenizer if base.tokenizer is None else load_tokenizer(base.tokenizer)

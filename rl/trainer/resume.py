@@ -33,6 +33,7 @@ from rl.config import (
     flatten_settings,
     list_changed_settings,
     match_recorded_files,
+    parse_changes,
     resolve_config,
     unflatten_settings,
 )
@@ -152,6 +153,8 @@ def find_resume_point(run: RunConfig, folder: Path, console: Console) -> ResumeP
         ended, renamed = False, (row["name"], target.name)
         rows = [other for other in kept_rows if other["name"] not in renamed]
         kept_rows = [*rows, make_checkpoint_row(target, "last", row["stage"], row["batch"])]
+    if ended:
+        _note_finished_run(console, run, loop["stage"])
     _apply_changed_settings(loop, changes.notes)
     return ResumePoint(
         state_path=str(path),
@@ -441,6 +444,13 @@ def _format_steps(steps: Sequence[int]) -> str:
     return f"step{'s' * (len(steps) > 1)} {list_some(steps, 6)}"
 
 
+def _note_finished_run(console: Console, run: RunConfig, stage_index: int) -> None:
+    """Say how to continue the run if the stage that has ended is its last."""
+    if stage_index == len(run.stages) - 1:
+        flag = "steps" if len(run.stages) == 1 else f"{run.stages[-1].name}.steps"
+        console.note(f"all steps of this run are done: --{flag} N with a larger N continues it")
+
+
 @dataclass(frozen=True)
 class ConfigChanges:
     """Hold the resumed run and its changes: notes for config.json, and lines for the console."""
@@ -483,18 +493,14 @@ def check_changes(
         for key, (old_value, value) in changed.items()
         if key in allowed
     ]
-    # no steps can be added to a stage that has ended
-    refused = [
-        f"stage {a['name']}, which has ended: steps {was} -> {now}"
-        for a, b in zip(recorded_stages[:stage_index], requested_stages[:stage_index], strict=True)
-        if (was := a["settings"].get("steps")) != (now := b["settings"].get("steps"))
-    ]
-    refused += diff_configs(
+    _check_ended_steps(recorded_stages[:stage_index], requested_stages[:stage_index], stage.name)
+    refused = diff_configs(
         recorded, current, ignore={*CHANGEABLE_OPTIONS, *allowed}, **default_sources
     )
     if refused:
         raise RunFolderError(_format_refusal(refused))
     messages = _describe_changes(notes, stage, saved_settings, done)
+    messages += _list_idle_changes(ended, run.options.change)
     later_changes = diff_configs(
         {"options": {}, "stages": recorded_stages[stage_index + 1 :]},
         {"options": {}, "stages": requested_stages[stage_index + 1 :]},
@@ -574,6 +580,35 @@ def _find_changes(
             "and another --output-dir"
         )
     return changed
+
+
+def _check_ended_steps(
+    recorded: Sequence[Mapping[str, Any]], requested: Sequence[Mapping[str, Any]], current: str
+) -> None:
+    """Raise RunFolderError if the steps of stages that have ended differ. `current`: the stage at
+    which the run resumes.
+    """
+    lines = [
+        f"stage {a['name']}, which has ended: steps {was} -> {now}"
+        for a, b in zip(recorded, requested, strict=True)
+        if (was := a["settings"].get("steps")) != (now := b["settings"].get("steps"))
+    ]
+    if lines:
+        raise RunFolderError(
+            f"the steps of a stage that has ended cannot change: {'; '.join(lines)}. Use the "
+            f"recorded number (--{current}.steps changes that of stage {current} alone), or choose "
+            "a new --output-dir"
+        )
+
+
+def _list_idle_changes(ended: Sequence[StageConfig], words: Sequence[str]) -> list[str]:
+    """Return a line for each word of --change that names a stage that has ended."""
+    return [
+        f"stage {stage.name} has ended: --change {key} changes nothing"
+        for stage in ended
+        for key, _ in parse_changes(words, [])
+        if key.startswith(f"{stage.name}.")
+    ]
 
 
 def _format_refusal(lines: Sequence[str]) -> str:

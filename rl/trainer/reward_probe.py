@@ -94,6 +94,8 @@ def check_reward(scorer: Scorer, rows: Sequence[Problem]) -> list[str]:
     if len(failed) == len(scores) and not any(score.failure == "timeout" for score in failed):
         if any(answers) or any(word in first for word in _FATAL_ERRORS):
             answer_kind = "the reference answers" if any(answers) else "an empty answer"
+            if "KeyError" in first:
+                first += f"; meta has {', '.join(rows[0].meta) or 'no column'}"
             raise UserError(f"tried on {answer_kind} of {len(rows)} rows of {rows[0].tag}, {first}")
     return [
         f"tried on the answers of {len(rows)} rows, {first}; such samples are left out of training"
@@ -234,7 +236,7 @@ def probe_reward(
         pass
     if len(probed) < max(1, min(_LEAST_ROWS, len(answers))):
         slow = f"the reward is slow: {budget:.3g} s were not enough for {_LEAST_ROWS} rows"
-        return replace(result, skipped=f"{slow}; give it more with --budget")
+        return replace(result, skipped=f"{slow} (check_reward.py has --budget for this time)")
     if len(answers) < len(chosen_rows):
         count = len(chosen_rows) - len(answers)
         notes.append(f"{count} rows are left out: they have no right answer written as {form}")

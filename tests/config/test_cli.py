@@ -365,6 +365,7 @@ RECIPE_MISTAKES = [
     ("method: grpo\nstages:\n- method: sft\n",
      "line 1: `method:` and `stages:` exclude each other"),
     ("stages:\n- learning_rate: 1\n", "line 2: this stage has no `method:`"),
+    ("stages:\n- methd: sft\n", "is `methd:` a misspelled `method:`?"),
     ("stages:\n- method: sft\n  seed: 1\n",
      "line 3, seed: applies to the whole run; move it to the recipe's top level"),
     ("- a\n- b\n", "a recipe is a mapping of settings"),
@@ -380,6 +381,12 @@ def test_a_mistake_in_a_recipe_is_named_with_its_line(text: str, expected: str) 
     assert len(result) == 1 and result[0].startswith("recipes/r.yaml") and expected in result[0], (
         result
     )
+
+
+def test_a_misspelled_recipe_is_looked_for_in_its_own_folder_too() -> None:
+    path = write_recipe("method: sft\n")
+    result = read_problems(str(path)[: -len("r.yaml")] + "rr.yaml")
+    assert len(result) == 1 and result[0].endswith(f"; did you mean {path}?"), result
 
 
 def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_typed() -> None:

@@ -249,6 +249,9 @@ def test_a_column_that_no_row_has_beside_rows_that_are_bad_otherwise(tmp_path):
     plain = write_rows(tmp_path / "plain.jsonl", {"answer": "2", "q": "1+1"})
     with pytest.raises(ValueError, match="that has it, such as prompt_column q"):
         load_problems(plain)
+    pairs = write_rows(tmp_path / "pairs.jsonl", *[{"prompt": "1+1", "answer": "2"}] * 3)
+    with pytest.raises(ValueError, match="without prompt_column their column 'prompt' is read"):
+        load_problems(pairs, prompt_column="question")
     # a line that is not JSON is not reported first
     asked.write_text(asked.read_text() + '{"query": ')
     says = "no column 'prompt' .* say prompt_column query.*1 more is bad for other reasons"

@@ -37,6 +37,17 @@ def test_the_nearest_name_is_named_from_this_project_and_from_the_cache():
     assert suggest_hub_name("far/away", ["openai/gsm8k"], "dataset") == ""
 
 
+def test_a_misspelled_model_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mymodel", "exports/v1"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    assert suggest_hub_name("mymodle", [], "model") == " (did you mean mymodel?)"
+    assert suggest_hub_name("exports/w1", [], "model") == " (did you mean exports/v1?)"
+    assert suggest_hub_name("exports/v2", [], "model") == ""  # another version, no typing mistake
+    assert suggest_hub_name("mymodle", [], "dataset") == ""
+
+
 def test_a_correct_name_of_another_size_or_kind_gets_no_hint(tmp_path, monkeypatch):
     """Offline and gated models fail to load too, so a failure does not imply a misspelled name."""
     known = ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen2.5-0.5B-Instruct"]

@@ -218,8 +218,9 @@ def test_curves_over_tokens_and_hours_and_named_metrics(tmp_path, figures):
         (panel,) = [item for item in figures[-1].axes if item.get_title(loc="left")]
         assert panel.get_title(loc="left") == "other/metric" and panel.get_xlabel() == axis
         assert get_line_data(panel) == [(places, [2.0, 4.0, 6.0, 8.0])]
-    with pytest.raises(UserError):
-        metric_plots.draw_curves(folder, tmp_path / "a.png", metrics=["no/metric"])
+    for name, hint in (("reward/totl", "did you mean reward/total"), ("zz", "metrics.jsonl has")):
+        with pytest.raises(UserError, match=f"no row has {name}.*{hint}"):
+            metric_plots.draw_curves(folder, tmp_path / "a.png", metrics=[name])
 
 
 def write_seeds(folder: Path) -> list[Path]:

@@ -94,6 +94,24 @@ def test_a_running_run_and_one_that_was_killed(tmp_path: Path) -> None:
     assert "stopped" in render_text(folder)
 
 
+def test_a_run_whose_process_has_just_been_killed_on_this_host(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    write_run(folder, 5, 20)
+    code = (
+        "import sys, pathlib, time; from rl.processes import RunLock; "
+        f"RunLock(pathlib.Path({str(folder)!r})).acquire(); print(); sys.stdout.flush(); "
+        "time.sleep(100)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    assert "running  grpo 5/20" in render_text(folder)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    text = render_text(folder)
+    assert "killed" in text and "running" not in text
+
+
 def test_a_run_on_a_host_with_another_clock(tmp_path: Path, monkeypatch) -> None:
     folder = tmp_path / "run"
     write_run(folder, 5, 20, running=True)
@@ -310,6 +328,10 @@ def test_without_a_terminal_it_prints_once(tmp_path: Path) -> None:
     command = [sys.executable, str(REPO / "watch.py"), str(tmp_path / "nothing")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2 and "nothing is not a folder" in result.stderr
+    result = subprocess.run(
+        [*command[:2], str(tmp_path), "--once"], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2 and f"has runs: {tmp_path / 'run'}" in result.stderr
 
 
 @pytest.mark.parametrize("end", ["q", "Ctrl-C"])

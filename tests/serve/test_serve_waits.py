@@ -239,6 +239,13 @@ def test_a_base_that_cannot_be_served_is_named_before_anything_is(folder, tmp_pa
         settings = ServeSettings((good, ServedBaseModel("bad", where)), tmp_path / "out")
         with pytest.raises(UserError, match="--base-model bad cannot be served"):
             ModelServer.create(settings)
+    weights = tmp_path / "run" / "checkpoints" / "sft-final" / "model"
+    shutil.copytree(folder, weights)
+    (tmp_path / "run" / "config.json").write_text("{}")  # of a run
+    for where in (tmp_path / "run", weights.parent):
+        settings = ServeSettings((ServedBaseModel("mine", str(where)),), tmp_path / "out")
+        with pytest.raises(UserError, match=f"pass mine={weights}$"):
+            ModelServer.create(settings)
     settings = ServeSettings((good,), tmp_path / "out", renderer="plian")
     with pytest.raises(UserError, match="unknown renderer 'plian': did you mean 'plain'"):
         ModelServer.create(settings)

@@ -190,12 +190,19 @@ def test_of_several_stages_those_that_ended_stay(tmp_path, console_notes):
     (tmp_path / "two.yaml").write_text(TWO)
     train(str(tmp_path / "two.yaml"), tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "grpo-final")
-    with pytest.raises(RunFolderError, match="stage sft, which has ended: steps 2 -> 3"):
-        train("--resume --steps 3", tmp_path / "run")
+    ended = "(?s)stage sft, which has ended: steps 2 -> 3.*--grpo.steps"
+    for flag in ("--steps 3", "--change sft.steps=3"):
+        with pytest.raises(RunFolderError, match=ended) as refusal:
+            train(f"--resume {flag}", tmp_path / "run")
+        assert "--change" not in str(refusal.value)  # it would be refused again
     train("--resume --grpo.steps 3 --change learning_rate=1e-3", tmp_path / "run")
+    assert not any("changes nothing" in text for text in console_notes)
     sft, grpo = config(tmp_path / "run")["stages"]
     assert (sft["settings"]["steps"], sft["settings"]["learning_rate"]) == (2, 0.01)
     assert (grpo["settings"]["steps"], grpo["settings"]["learning_rate"]) == (3, 0.001)
+    train("--resume --change sft.learning_rate=1e-4", tmp_path / "run")
+    assert "stage sft has ended: --change sft.learning_rate changes nothing" in console_notes
+    assert any("all steps of this run are done: --grpo.steps N" in text for text in console_notes)
 
 
 # --------------------------------------------------------------------------------- the command line
