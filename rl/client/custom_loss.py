@@ -105,16 +105,13 @@ def evaluate_custom_loss(
         for name in outputs
     }
     returned = loss_fn(list(data), *leaves.values())
-    if (
-        not isinstance(returned, tuple)
-        or len(returned) != 2
-        or not isinstance(returned[1], Mapping)
-    ):
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    if len(parts) != 2 or not isinstance(parts[1], Mapping):
         raise BadRequestError(
             "the custom loss returns (loss, metrics), a tensor and a dict of numbers; got "
-            f"{type(returned).__name__}"
+            f"{', '.join(type(part).__name__ for part in parts)}"
         )
-    loss, metrics = returned
+    loss, metrics = parts
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise BadRequestError(
@@ -135,7 +132,7 @@ def evaluate_custom_loss(
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         try:
-            numbers[name] = float(value)
+            numbers[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
         except (TypeError, ValueError):
             raise BadRequestError(
                 f"the custom loss's metric {name!r} is a number, got {type(value).__name__}"
