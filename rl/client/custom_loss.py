@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class LossHandle:
             )
             total = total + loss
             for name, value in metrics.items():
-                values_by_name.setdefault(name, []).append(float(value))
+                values_by_name.setdefault(name, []).append(_to_float(value))
         return total, {
             name: sum(values) / (len(values) if name.endswith(":mean") else 1)
             for name, values in values_by_name.items()
@@ -132,9 +133,14 @@ def evaluate_custom_loss(
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         try:
-            numbers[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            numbers[name] = _to_float(value)
         except (TypeError, ValueError):
             raise BadRequestError(
                 f"the custom loss's metric {name!r} is a number, got {type(value).__name__}"
             ) from None
     return float(loss.detach()), numbers
+
+
+def _to_float(metric: Any) -> float:
+    """Return a metric as a float. torch warns about the conversion of a tensor with a gradient."""
+    return float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
