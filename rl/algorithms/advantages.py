@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rl.errors import UserError
 from rl.rollout import Metrics, has_signal
 from rl.types import Datum
 
@@ -203,6 +204,35 @@ class AdvantageEstimator:
     scope: Literal["group", "batch"]
     compares_members: bool
     state_key: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.scope not in ("group", "batch"):
+            raise UserError(f"an estimator's scope is 'group' or 'batch', got {self.scope!r}")
+
+    def estimate(self, rewards_P_G: Sequence[Sequence[float]]) -> Sequence[Any]:
+        """Return the advantages [P][G] of an estimator without state. Raises UserError unless they
+        are a finite number for each reward.
+        """
+        if self.scope == "batch":
+            return self._check(rewards_P_G, self.fn(rewards_P_G))
+        return self._check(rewards_P_G, [self.fn(rewards_G) for rewards_G in rewards_P_G])
+
+    def _check(self, rewards_P_G: Sequence[Sequence[float]], advantages_P_G: Any) -> Sequence[Any]:
+        """Return the advantages. Raises UserError if they do not fit the rewards."""
+        name = getattr(self.fn, "__name__", repr(self.fn))
+        if not hasattr(advantages_P_G, "__len__") or len(advantages_P_G) != len(rewards_P_G):
+            raise UserError(
+                f"the advantage estimator {name} (scope 'batch') returned {advantages_P_G!r:.200} "
+                f"for {len(rewards_P_G)} groups; expected the advantages of each group"
+            )
+        for rewards_G, advantages_G in zip(rewards_P_G, advantages_P_G, strict=True):
+            values_G = np.asarray(advantages_G, dtype=np.float64)
+            if values_G.shape != (len(rewards_G),) or not np.isfinite(values_G).all():
+                raise UserError(
+                    f"the advantage estimator {name} returned {advantages_G!r:.200} for the "
+                    f"rewards {list(rewards_G)!r:.200}; expected a finite number for each reward"
+                )
+        return advantages_P_G
 
 
 ADVANTAGES: dict[str, AdvantageEstimator] = {

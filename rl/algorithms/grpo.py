@@ -423,11 +423,7 @@ class GRPO(ReferenceMethod):
         estimator = self.estimator
         if estimator.state_key is not None:
             return self._baselines[estimator.state_key](rewards_C_K, keys_C)
-        return (
-            estimator.fn(rewards_C_K)
-            if estimator.scope == "batch"
-            else [estimator.fn(rewards_K) for rewards_K in rewards_C_K]
-        )
+        return estimator.estimate(rewards_C_K)
 
     def _apply_reference(self, datums: list[Datum], models: Models) -> list[Datum]:
         """Charge the KL to the reference to the advantages, or add the reference's logprobs for the

@@ -57,7 +57,7 @@ class APIFuture(Generic[T]):
             if self._future.done():
                 raise
             raise TimeoutError(
-                f"the verb has not ended after {timeout} s; it keeps running: call result() again"
+                f"the call has not ended after {timeout} s; it keeps running: call result() again"
             ) from None
         finally:
             del self  # a cycle with the traceback would keep the verb's tensors

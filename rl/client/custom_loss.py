@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class LossHandle:
             )
             total = total + loss
             for name, value in metrics.items():
-                values_by_name.setdefault(name, []).append(float(value))
+                values_by_name.setdefault(name, []).append(_to_float(value))
         return total, {
             name: sum(values) / (len(values) if name.endswith(":mean") else 1)
             for name, values in values_by_name.items()
@@ -105,16 +106,13 @@ def evaluate_custom_loss(
         for name in outputs
     }
     returned = loss_fn(list(data), *leaves.values())
-    if (
-        not isinstance(returned, tuple)
-        or len(returned) != 2
-        or not isinstance(returned[1], Mapping)
-    ):
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    if len(parts) != 2 or not isinstance(parts[1], Mapping):
         raise BadRequestError(
             "the custom loss returns (loss, metrics), a tensor and a dict of numbers; got "
-            f"{type(returned).__name__}"
+            f"{', '.join(type(part).__name__ for part in parts)}"
         )
-    loss, metrics = returned
+    loss, metrics = parts
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise BadRequestError(
@@ -135,9 +133,14 @@ def evaluate_custom_loss(
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         try:
-            numbers[name] = float(value)
+            numbers[name] = _to_float(value)
         except (TypeError, ValueError):
             raise BadRequestError(
                 f"the custom loss's metric {name!r} is a number, got {type(value).__name__}"
             ) from None
     return float(loss.detach()), numbers
+
+
+def _to_float(metric: Any) -> float:
+    """Return a metric as a float. torch warns about the conversion of a tensor with a gradient."""
+    return float(metric.detach() if isinstance(metric, torch.Tensor) else metric)

@@ -85,7 +85,12 @@ def parse_arguments(arguments: Mapping[str, Any]) -> list[Flag]:
     flags = []
     for name, value in _expand_environment(arguments).items():
         if callable(value):
-            raise UserError(f"{name} is a function; only reward may be a function")
+            kind = "class" if isinstance(value, type) else "function"
+            raise UserError(
+                f"{name} is the {kind} {getattr(value, '__name__', value)!r}; only reward may be a "
+                f"function of the script. Save it in a file, and pass its name, such as "
+                f"{name}='my_file.py:{getattr(value, '__name__', 'NAME')}'"
+            )
         if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
             raise UserError(
                 f"{name} is a list of {len(value)} rows, expected the name of a file: write each "

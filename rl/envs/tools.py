@@ -69,6 +69,8 @@ def index_tools(values: Iterable[Any]) -> dict[str, Tool]:
     """Return Tools and functions as tools by their names. Raises UserError for two of the same
     name, and for any other value.
     """
+    if not isinstance(values, Iterable):
+        raise UserError(f"tools is a tuple of functions, such as (search,), got {values!r}")
     tools: dict[str, Tool] = {}
     for value in values:
         if not (isinstance(value, Tool) or callable(value)):

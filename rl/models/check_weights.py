@@ -169,8 +169,9 @@ def check_tensors(
     check_tensor_names(name, shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys())
     for key, shape in shapes.items():
         if (actual := get_tensor_shape(tensors, key)) != tuple(shape):
+            hint = ". The adapters have different ranks" if ".lora_" in key else ""
             raise UserError(
-                f"{key} of {name} has the shape {actual}, the model's is {tuple(shape)}"
+                f"{key} of {name} has the shape {actual}, the model's is {tuple(shape)}{hint}"
             )
 
 

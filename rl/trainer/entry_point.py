@@ -377,6 +377,9 @@ def sample(
         raise UserError(
             f"prompts is a single prompt, expected a list of prompts: pass [{prompts!r}]"
         )
+    for prompt in prompts:
+        if not isinstance(prompt, str | Sequence):
+            raise UserError(f"a prompt is a text or a list of messages, got {prompt!r}")
     saved = open_weights(str(weights), checkpoint, trusted=trusted)
     with saved.create_service(seed) as service:
         model = load_sampled_model(

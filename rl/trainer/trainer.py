@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from rl.algorithms import Progress, RowEvaluator
 from rl.client import SamplingClient
 from rl.data import Curriculum
 from rl.distributed import RunStopped, StopRequest
+from rl.errors import UserError
 from rl.jsonl import replace_nonfinite
 from rl.rollout import RolloutBatch
 from rl.trainer.batch_log import BatchLog
@@ -157,6 +158,7 @@ class Trainer(StageContext):
         is_due = self.evaluator.is_due(number)
         is_late = self.stop_request.exceeds_grace(self.evaluator.seconds)
         is_evaluated = is_due and (done == self.loop.steps or not is_late)
+        check_update_metrics(self.method, metrics)
         metrics = {**self.method.shaping_metrics, **metrics}
         row = self.log.build_row(
             number, self._batch_start, metrics, sampler, rollouts, batch.datums
@@ -274,6 +276,20 @@ def _has_unused_correction(settings: Any) -> bool:
     correction = getattr(settings, "correction", None)
     truncated = getattr(getattr(settings, "policy_gradient", None), "truncated_is", None)
     return correction is not None and correction.correction == "none" and truncated is None
+
+
+def check_update_metrics(method: object, metrics: Any) -> None:
+    """Raise UserError unless `metrics`, which the update of a method returned, maps names to
+    numbers.
+    """
+    wrong: Any = type(metrics).__name__
+    if isinstance(metrics, Mapping):
+        wrong = {n: v for n, v in metrics.items() if not isinstance(v, SupportsFloat)}
+    if wrong:
+        raise UserError(
+            f"{type(method).__name__}.update returned {wrong}; expected a dict of metrics with a "
+            "number for each name, such as {'optim/grad_norm': 0.5}"
+        )
 
 
 def describe_nonfinite(trainer: Trainer, problem: object) -> str:

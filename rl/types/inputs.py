@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from rl.errors import BadRequestError
 from rl.types.number_lists import ArrayLists, pack_numbers
 
 
@@ -127,6 +128,11 @@ class ModelInput:
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | np.ndarray) -> ModelInput:
+        if isinstance(tokens, str):
+            raise BadRequestError(
+                "from_ints takes token ids, such as tokenizer.encode(text) returns; got the text "
+                f"{tokens!r:.60}"
+            )
         # EncodedTextChunk copies a list or an array
         whole = isinstance(tokens, list) or _is_id_array(tokens)
         ids: Any = tokens if whole else [int(t) for t in tokens]

@@ -1,10 +1,13 @@
 """Test advantages against hand-computed values and identities."""
 
+import math
+
 import numpy as np
 import pytest
 
-from rl.algorithms import RunningMeanBaseline, has_signal
+from rl.algorithms import AdvantageEstimator, RunningMeanBaseline, has_signal
 from rl.algorithms.advantages import leave_one_out, normalize_by_std, subtract_mean, use_raw_rewards
+from rl.errors import UserError
 
 
 def test_equal_rewards_are_exactly_zero_even_where_the_mean_rounds():
@@ -33,3 +36,25 @@ def test_running_mean_by_hand():
     # the second batch is compared with the mean before it
     assert [a.tolist() for a in baseline([[1.0], [1.0]])] == [[0.5], [0.5]]
     assert baseline.value == 0.75
+
+
+@pytest.mark.parametrize("scope, advantages, message", [
+    ("group", [0.0], r"estimator fn returned \[0.0\] for the rewards \[1.0, 0.0\]"),
+    ("group", [0.0, math.nan], "expected a finite number for each reward"),
+    ("group", None, "estimator fn returned None for the rewards"),
+    ("batch", [[0.0, 0.0]], r"returned \[\[0.0, 0.0\]\] for 2 groups"),
+    ("batch", None, "returned None for 2 groups"),
+    ("batch", [[0.0, 0.0], [0.0]], "for the rewards .*a finite number for each reward"),
+])  # fmt: skip
+def test_an_estimator_that_does_not_fit_the_rewards_is_named(scope, advantages, message):
+    def fn(rewards):
+        return advantages
+
+    estimator = AdvantageEstimator(fn, scope=scope, compares_members=False)
+    with pytest.raises(UserError, match=message):
+        estimator.estimate([[1.0, 0.0], [0.0, 1.0]])
+
+
+def test_a_misspelled_scope_is_refused():
+    with pytest.raises(UserError, match="scope is 'group' or 'batch', got 'groups'"):
+        AdvantageEstimator(subtract_mean, scope="groups", compares_members=True)

@@ -263,6 +263,20 @@ def test_a_batch_without_datums_takes_no_step(run_folder):
     assert row["optim/substeps"] == 0 and row["optim/grad_norm"] == 0
 
 
+@pytest.mark.parametrize("returned, message", [
+    ("None", "Whole.update returned NoneType; expected a dict of metrics"),
+    ("{'mine': 'high', 'fine': 1}", "Whole.update returned {'mine': 'high'}; expected a dict"),
+])  # fmt: skip
+def test_metrics_that_are_no_numbers_are_refused(run_folder, returned, message):
+    before = (
+        'return train_single_pass(models, datums, self.settings, progress, loss="ppo", config={})'
+    )
+    assert before in FILE
+    (run_folder / "mine.py").write_text(FILE.replace(before, f"return {returned}"))
+    with pytest.raises(UserError, match=message):
+        rl.train("mine.py:Whole", output_dir=run_folder / "run", **SMALL)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_derived_class_is_prepared_as_its_parent(run_folder, name):
     parent, derived = METHODS[name], METHODS[f"mine.py:From_{name}"]

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import time
+import warnings
 import weakref
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl import ServiceClient, TensorData, renderers, types
 from rl.client import SampleStream
 from rl.distributed.checkpoint_folder import DamagedCheckpoint
-from rl.errors import BadRequestError
+from rl.errors import BadRequestError, UserError
 from rl.losses import get_loss
 from rl.models import info as model_info
 from rl.models import load_model
@@ -191,9 +192,16 @@ def test_custom_loss_gives_the_gradient_of_the_built_in_one(client):
         for datum, logp in zip(data, logprobs, strict=True):
             inputs = {n: v.to_torch() for n, v in datum.loss_fn_inputs.items()}
             total += get_loss("ppo").fn(logp, logp, inputs, torch.tensor([0, len(logp)]), {})[0]
-        return total, {"mine": 2.0}
+        return total, {"mine": 2.0, "with_gradient": total}
 
-    output = client.forward_backward_custom(datums, loss).result()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the metric that records gradients needs no warning
+            output = client.forward_backward_custom(datums, loss).result()
+    finally:
+        torch.set_warn_always(False)
+    assert output.metrics["with_gradient"] == output.metrics["loss:sum"]
     assert compute_relative_difference(gradient(), built_in) < 1e-5
     # under the user's name
     assert output.metrics["mine"] == 2.0 and "mine:mean" not in output.metrics
@@ -318,6 +326,9 @@ def test_malformed_calls_are_refused_where_they_are_made(full_client):
          "513 tokens, the model's context holds 512"),
         (lambda: client.forward_backward_custom(good, lambda data, logp: (torch.tensor(1.0), {})),
          "scalar tensor that depends on the logprobs"),
+        (lambda: client.forward_backward_custom(good, lambda data, logp: (logp[0].sum(), None)),
+         "a tensor and a dict of numbers; got Tensor, NoneType"),
+        (lambda: ModelInput.from_ints("12+34="), "takes token ids.*got the text '12.34='"),
         (lambda: client.forward([], "dpo", {"label_smoothing": 0.5}), "below 0.5, got 0.5"),
         (lambda: client.forward([chosen, without], "dpo"),
          r"datums 0 and 1 belong together .dpo. and only one of them has \['ref_logprobs'\]"),
@@ -681,6 +692,13 @@ def test_wrong_addresses_are_told_what_is_right(service, tmp_path):
         service.create_training_client_from_state(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="alpha"):
         service.create_lora_training_client("tiny:addition", alpha=0.0).result()
+
+
+def test_a_checkpoint_of_another_rank_is_refused_with_both_ranks(service):
+    first, other = [service.create_lora_training_client("tiny:addition", r) for r in (2, 3)]
+    saved = first.save_state("of-another-rank").result().path
+    with pytest.raises(UserError, match=r"the model's is \(3, .*The adapters have different ranks"):
+        other.load_state(saved).result()
 
 
 def test_a_folder_without_tokenizer_works_with_ids(service, tmp_path):

@@ -129,6 +129,8 @@ def test_the_results_of_a_run_are_read_in_python(run_folder):
     for single, shown in ((prompts[0], r"\['12\+34='\]"), (conversations[0], r"\[\[\{'role'")):
         with pytest.raises(UserError, match=f"expected a list of prompts: pass {shown}"):
             rl.sample(run, single)
+    with pytest.raises(UserError, match="a prompt is a text or a list of messages, got 3"):
+        rl.sample(run, [3])
 
 
 def test_a_call_says_what_a_line_would():
@@ -151,12 +153,19 @@ def test_a_call_says_what_a_line_would():
     assert by_mapping == by_keys and "perfect" in repr(by_mapping)
 
 
+class Episodes:
+    """Stand for the environment class of a script."""
+
+
 @pytest.mark.parametrize("settings, message", [
     ({"learning_rte": 1}, "learning_rte: no such setting; did you mean --learning-rate"),
     ({"dataset": None}, "--dataset: None is not STR"),  # as null in a recipe
     ({"environment": {"digits": 4}}, "environment has the keys digits, expected also 'name'"),
     ({"dataset": [{"prompt": "1+2=", "answer": "3"}]},
      "dataset is a list of 1 rows, expected the name of a file"),
+    ({"environment": Episodes},
+     "environment is the class 'Episodes'.*environment='my_file.py:Episodes'"),
+    ({"dataset": print}, "dataset is the function 'print'; only reward may be a function"),
 ])  # fmt: skip
 def test_a_call_that_a_line_could_not_say_is_refused(settings, message):
     with pytest.raises((UserError, SettingsError), match=message):

@@ -108,7 +108,7 @@ AT_START = {
     "self.seats = ()": "names the seat 0; seats are numbered from 0 and their count is 0",
     "self.seats = (5, None)": "has the seats (5, None)",
     "self.seats = ('nobody', None)": "assigned seat 0 to 'nobody', which is no available player (available: none)",
-    "self.tools = 5": "",
+    "self.tools = 5": "tools is a tuple of functions, such as (search,), got 5",
     "self.tools = (5,)": "a tool is a function, got 5",
 }
 
