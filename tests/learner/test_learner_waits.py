@@ -25,7 +25,6 @@ from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import linear_logprob_torch
-from rl.learner import learner as learner_module
 from rl.learner import microbatches
 from rl.learner.backend import ReplicatedBackend
 from rl.learner.backend_fsdp import FSDPBackend
@@ -417,31 +416,23 @@ def test_soft_targets_are_selected_by_any_weight():
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [*LOSSES, "custom"])
-def test_a_gpu_does_not_wait_before_the_last_micro_batch(name, layout, monkeypatch):
+def test_a_gpu_does_not_wait_before_the_update(name, layout, monkeypatch):
     spec = LOSSES.get(name, CUSTOM_LOSS)
     learner = make_learner(monkeypatch, spec, **LAYOUTS[layout]).learners[0]
-    config, datums = TERMS if spec.terms else {}, make_datums(spec)
-    read_sums, launch = learner_module.read_sums, torch.optim.AdamW.step
-
-    def read_after_check(*args: Any) -> Any:
-        torch.cuda.set_sync_debug_mode("default")
-        return read_sums(*args)
+    (share,) = learner.split_batch(make_datums(spec), spec.group, 0.9)
+    config = TERMS if spec.terms else {}
+    calls = [(share, spec, config, {"divisor": 1.0, "backward": True})] * 2
+    learner.train_step(calls, AdamParams())  # compiles kernels
+    launch = torch.optim.AdamW.step
 
     def launch_and_end_check(*args: Any) -> Any:
         launch(*args)
         torch.cuda.set_sync_debug_mode("default")
 
-    def run() -> None:
-        learner.run(datums, spec, config, temperature=0.9, divisor=1.0, backward=True)
-
-    run()  # compiles kernels
-    learner.step(AdamParams())
-    monkeypatch.setattr(learner_module, "read_sums", read_after_check)
     monkeypatch.setattr(torch.optim.AdamW, "step", launch_and_end_check)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run()
-        torch.cuda.set_sync_debug_mode("error")
-        learner.step(AdamParams())
+        learner.train_step(calls, AdamParams())
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert learner.version == 2
