@@ -3,8 +3,9 @@
 All inputs and outputs of a step are in buffers at fixed addresses. On CUDA the steps are graphs,
 captured for each bucket of rows; other devices call the same function directly, which verifies the
 graph. A graph refers to addresses: weights that are loaded in place (`Decoder.load_`) take effect
-at its next replay, while another decoder needs separate graphs. Adapters are captured unmerged,
-and so are the sums over the ranks of a tensor-parallel group, whose steps are the same.
+at its next replay, while another decoder needs separate graphs. Adapters are captured unmerged
+(those of rows by the addresses of their slots, adapter_slots.py), and so are the sums over the
+ranks of a tensor-parallel group, whose steps are the same.
 kv_cache_pool.py keeps graphs beyond the life of an engine.
 
 A finished row (`remaining` 0) still takes part: it writes to an unused block, and its token does
@@ -14,7 +15,7 @@ query heads, K key heads, D head width, V vocabulary, M rows with logits process
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -227,13 +228,18 @@ def decode_step(
         )
         return compute_paged_attention(q, kv[index], table, length, groups, layer.bounds).flatten(1)
 
-    hidden = model.forward(b.token, attend, None, None, choices, _DEVICE_OPS)
+    slots = model.adapter_slots
+    tiles = None if slots is None else slots.select_tiles(rows)
+    hidden = model.forward(b.token, attend, tiles, None, choices, _DEVICE_OPS)
     uniform = b.uniform.index_select(0, b.at).squeeze(0)
-    token, logprob = _sample(model, hidden, uniform, b.temperature, b.greedy)
+    logits = None if _has_plain_head(model, hidden) else model.head(hidden, tiles)
+    token, logprob = _sample(model, hidden, logits, uniform, b.temperature, b.greedy)
     most = _count_rows_at_once(model.vocab_size)
     for first in range(0, processed.bucket, most):
         part = ProcessedRows(min(most, processed.bucket - first), processed.truncates)
-        index, new_token, new_logprob = _sample_processed(model, hidden, uniform, b, first, part)
+        index, new_token, new_logprob = _sample_processed(
+            model, hidden, logits, uniform, b, first, part
+        )
         token = token.index_copy(0, index, new_token)
         logprob = logprob.index_copy(0, index, new_logprob)
     _record_tokens(b, token, logprob, choices)
@@ -289,16 +295,28 @@ def _record_tokens(
     b.at.add_(1)
 
 
-def _sample(
-    model: FastForward, hidden: Tensor, uniform: Tensor, temperature: Tensor, greedy: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Sample tokens and logprobs, without storing logits if the head is a plain matrix."""
+def _has_plain_head(model: FastForward, hidden: Tensor) -> bool:
+    """Return whether the head is a plain matrix, so that a sample needs no stored logits."""
     head = model.head
-    plain = head.adapter is None and head.bias is None and not head.softcap
-    if plain and hidden.dtype == head.weight.dtype:
+    adapted = head.adapter is not None or head.table is not None
+    plain = not adapted and head.bias is None and not head.softcap
+    return plain and hidden.dtype == head.weight.dtype
+
+
+def _sample(
+    model: FastForward,
+    hidden: Tensor,
+    logits: Tensor | None,
+    uniform: Tensor,
+    temperature: Tensor,
+    greedy: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Sample tokens and logprobs. `logits`: None if the head is a plain matrix."""
+    if logits is None:
+        head = model.head
         return sample_tokens(hidden, head.weight, temperature, uniform, greedy, head.shard)
     settings = RowSamplingSettings(temperature_N=temperature, greedy_N=greedy)
-    return _share_sample(model, *draw_from_logits(head(hidden), uniform, settings))
+    return _share_sample(model, *draw_from_logits(logits, uniform, settings))
 
 
 def _share_sample(model: FastForward, token: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
@@ -315,20 +333,26 @@ def _share_sample(model: FastForward, token: Tensor, logprob: Tensor) -> tuple[T
 def _sample_processed(
     model: FastForward,
     hidden: Tensor,
+    all_logits: Tensor | None,
     uniform: Tensor,
     b: StepBuffers,
     first: int,
     part: ProcessedRows,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows of a part of those with logits processing, from `first` on, their tokens and
-    logprobs, [M] each. This is `sample_next_tokens` without penalties.
+    logprobs, [M] each. This is `sample_next_tokens` without penalties. `all_logits`: those of all
+    rows, if they are stored.
     """
 
     def select(values: Tensor) -> Tensor:
         return values.narrow(-1, first, part.bucket)
 
     index = select(b.processed_row)
-    logits = model.head(hidden.index_select(0, index)).float()
+    logits = (
+        model.head(hidden.index_select(0, index))
+        if all_logits is None
+        else all_logits.index_select(0, index)
+    ).float()
     temperature = b.temperature.index_select(0, index).unsqueeze(1)
     scaled = _adjust_logits(logits, b, index, select(b.bias_set), select(b.stop_limit))
     scaled.div_(temperature)
@@ -431,6 +455,7 @@ class CUDAGraphRunner:
         self.ropes = model.rope_tables(self.max_blocks * kv[0].shape[2])
         # by rows, whether blocks are shared, and rows with logits processing
         self._graphs: dict[tuple[int, bool, ProcessedRows], torch.cuda.CUDAGraph] = {}
+        self._layout = 0  # of the adapters' tables that the graphs read
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None  # of all captures: they share memory by it
         if model.tp_group is not None:
@@ -451,6 +476,13 @@ class CUDAGraphRunner:
     def bucket_for(self, rows: int) -> int:
         """Return the smallest bucket that holds `rows` rows."""
         return next(size for size in self.buckets if size >= rows)
+
+    def follow_layout(self) -> None:
+        """Free the graphs if the tables of the adapters of rows have been rebuilt."""
+        slots = self.model.adapter_slots
+        if slots is not None and slots.layout != self._layout:
+            self._layout = slots.layout
+            self.free_graphs()
 
     def free_graphs(self) -> None:
         """Free all graphs. They are captured again if steps follow."""
@@ -497,16 +529,22 @@ class CUDAGraphRunner:
         """
         shared = rows > 1 and (shared or (rows, True, processed) in self._graphs)
         if (rows, shared, processed) not in self._graphs:
-            changed = {*_STEP_OUTPUTS, *_CLEARED}
-            saved = {name: getattr(self.buffers, name).clone() for name in changed}
+            changed = self._buffers_of({*_STEP_OUTPUTS, *_CLEARED})
+            saved = [buffer.clone() for buffer in changed]
             sizes = [rows] if processed.bucket else [size for size in self.buckets if size <= rows]
             for size in reversed(sizes):
                 key = (size, shared and size > 1, processed)
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(*key)
-            for name, before in saved.items():
-                getattr(self.buffers, name).copy_(before)
+            for buffer, before in zip(changed, saved, strict=True):
+                buffer.copy_(before)
         return self._graphs[rows, shared, processed]
+
+    def _buffers_of(self, names: Iterable[str]) -> list[Tensor]:
+        """Return the buffers of these names, and the tiles of the adapters of rows."""
+        slots = self.model.adapter_slots
+        tiles = [] if slots is None else [slots.tiles]
+        return [*(getattr(self.buffers, name) for name in names), *tiles]
 
     def _capture(self, rows: int, shared: bool, processed: ProcessedRows) -> torch.cuda.CUDAGraph:
         """Capture a graph of a single step; this writes to the buffers and to the unused block."""
@@ -518,8 +556,8 @@ class CUDAGraphRunner:
             stream.wait_stream(torch.cuda.current_stream())
             # warm-up: compiles kernels and allocates workspaces, which a capture may not do
             with torch.cuda.stream(stream):
-                for name in _CLEARED:
-                    getattr(b, name).zero_()
+                for buffer in self._buffers_of(_CLEARED):
+                    buffer.zero_()
                 decode_step(*step_args)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()

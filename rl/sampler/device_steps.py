@@ -22,14 +22,21 @@ from rl.sampler.cuda_graphs import (
     ProcessedRows,
     StepBuffers,
     processed_bucket,
+    row_buckets,
 )
 from rl.sampler.decode_state import send_to_device
+from rl.sampler.decoder_fast import MultiAdapterDecoder
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import SequenceGroup
 from rl.sampler.stop_conditions import StopTable
-from rl.sampler.token_sampling import find_adjusted_rows, find_limits, find_truncated_rows
+from rl.sampler.token_sampling import (
+    find_adjusted_rows,
+    find_host_rows,
+    find_limits,
+    find_truncated_rows,
+)
 
 
 @dataclass(slots=True)
@@ -55,8 +62,7 @@ class Chunk:
 
 
 class DeviceSteps:
-    """Launch steps of `rows`, whose keys and values are in `state`. `find_host_rows` returns rows
-    that cannot take part.
+    """Launch steps of `rows`, whose keys and values are in `state`, while `can_run`.
 
     `groups`: the requests of the rows, by id. `max_positions`: the most positions of a sequence.
     """
@@ -84,8 +90,24 @@ class DeviceSteps:
         # step buffers that hold biases, and the requests of their sets
         self._biases_copy: tuple[StepBuffers | None, list[int]] = (None, [])
         self._skip = np.zeros(0, np.int64)  # positions of the device rows in shared blocks
+        self._tiles = np.zeros((0, 0), np.int32)  # of the adapters of rows, on the device
+        self._layout = 0  # of their tables (`AdapterSlots.layout`)
         # block tables of the device rows; -1: unknown
         self._tables: tuple[StepBuffers | None, np.ndarray] = (None, np.zeros((0, 0), np.int32))
+
+    def can_run(self) -> bool:
+        """Return whether steps of the device can sample all rows."""
+        decoder = self._state.decoder
+        if isinstance(decoder, MultiAdapterDecoder):
+            decoder.adapter_slots.update(decoder.names, row_buckets(self._max_rows)[-1])
+            if not decoder.adapter_slots.holds(self._find_adapters()):
+                return False
+        return not find_host_rows(self._rows).any()
+
+    def _find_adapters(self) -> np.ndarray:
+        """Return the number of each row's adapter, [N]."""
+        numbers = np.array([prompt.adapter_id for prompt in self._state.prompts], np.int64)
+        return numbers[self._state.prompt_of_row]
 
     def remaining_tokens(self) -> np.ndarray:
         """Return the number of tokens that each row may still sample, [N]."""
@@ -115,6 +137,7 @@ class DeviceSteps:
         shared = bool(prefixes[1].any())
         runner.prepare(most_rows, shared or may_share)
         self._upload_rows(runner.buffers, bucket, remaining, written, *prefixes)
+        self._upload_tiles(bucket)
         processed = self._upload_processing(runner.buffers, bucket)
         graph = (bucket, shared, processed)
         return self._run(runner, *graph, self._rows.uniforms_ahead(count), np.arange(rows))
@@ -202,6 +225,7 @@ class DeviceSteps:
             len(table),
             decoder.num_choices if self._state.records_experts else 0,
         )
+        runner.follow_layout()
         buffers, copied_table = self._stop_table_copy
         if buffers is not runner.buffers or copied_table is not table:
             upload(runner.buffers.stops, table)
@@ -238,6 +262,15 @@ class DeviceSteps:
             **split,
         }
         upload(b.packed, b.pack(bucket, inputs))
+
+    def _upload_tiles(self, bucket: int) -> None:
+        """Copy the slots of the rows' adapters to the device, unless it holds them."""
+        slots = self._state.decoder.adapter_slots
+        if slots is not None:
+            tiles = slots.make_tiles(slots.find_slots(self._find_adapters()), bucket)
+            if self._layout != slots.layout or not np.array_equal(tiles, self._tiles):
+                upload(slots.select_tiles(bucket), tiles)
+            self._tiles, self._layout = tiles, slots.layout
 
     def _upload_tables(self, b: StepBuffers, rows: np.ndarray | slice, tables: np.ndarray) -> None:
         """Copy the private block tables of these device rows that have changed to the device."""

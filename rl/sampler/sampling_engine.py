@@ -6,8 +6,8 @@ a group is prefilled once), samples a token for every row, and removes the finis
 Over a paged cache, the device can run several steps per host sync (device_steps.py). The samples
 are the same. A call of `step` that admits requests prefills their prompts and samples their first
 tokens; their rows join the steps of the device in the next call. While a row has penalties (which
-depend on all its earlier tokens) or more than 1,024 biases, all rows run one step at a time. Only
-the host can check stop strings; tokens sampled past a stop string are discarded. While no waiting
+depend on all its earlier tokens), more than 1,024 biases, or an adapter of a rank above 256, all
+rows run one step at a time. Only the host can check stop strings; tokens sampled past a stop string are discarded. While no waiting
 request can be admitted, the next steps are launched before the last ones are read: in `run`, and
 within the `max_steps` of a caller of `step`.
 """
@@ -41,11 +41,7 @@ from rl.sampler.sampling_requests import (
 from rl.sampler.scheduler import Scheduler
 from rl.sampler.speculative_decoder import SpeculativeDecoder
 from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
-from rl.sampler.token_sampling import (
-    find_host_rows,
-    make_row_settings,
-    sample_next_tokens,
-)
+from rl.sampler.token_sampling import make_row_settings, sample_next_tokens
 from rl.types import SampledSequence, SampleResponse
 from rl.types.feature_table import check_features
 
@@ -247,7 +243,7 @@ class Engine(Scheduler):
         if self._in_flight is not None:
             return self._process_chunk(self._in_flight)
         self._resume()
-        if self._device_steps is not None and not find_host_rows(self._rows).any():
+        if self._device_steps is not None and self._device_steps.can_run():
             return self._step_on_device(self._device_steps)
         self._preempt_newest()
         if self.speculation and not self._may_admit():
@@ -498,7 +494,9 @@ class Engine(Scheduler):
             *adapter_ids,
             *(group.request.adapter_id for group in (*self._running.values(), *self._waiting)),
         }
-        for number in self.decoder.decoders.keys() - keep:
+        if removed := self.decoder.decoders.keys() - keep:
+            self._drop_in_flight()  # its ended rows read these weights
+        for number in removed:
             self.decoder.remove_adapter(number)
 
     @torch.inference_mode()

@@ -216,7 +216,7 @@ def check_readers(engine: Engine) -> None:
 
 KINDS = ("plain", "paged", "stepped", "plain, drafts", "paged, drafts")
 KINDS += ("plain, experts", "paged, experts", "stepped, experts", "plain, adapters")
-KINDS += ("paged, adapters", "stepped, LoRA")
+KINDS += ("paged, adapters", "stepped, adapters", "stepped, LoRA")
 
 
 def engine_of(
