@@ -64,7 +64,8 @@ def make_engine(
         cache = "paged" if _find_paged_failure(fast) is None else "plain"
     if "adapters per row" in present:
         assert isinstance(decoder.base, FastDecoder), "adapters per row need a decoder with a base"
-        decoder = MultiAdapterDecoder(decoder.base)
+        reused = None if idle_pool is None else idle_pool.take_mixed_decoder(decoder.base)
+        decoder = reused or MultiAdapterDecoder(decoder.base)
     if cache == "paged":
         settings |= {"block_size": BLOCK_SIZE, "idle_pool": idle_pool, "sizes": sizes}
         settings["steps_per_sync"] = STEPS_PER_SYNC if device_steps else None

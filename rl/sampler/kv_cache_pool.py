@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,6 +44,8 @@ class KVCachePool:
             torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers
         ]
         self.kept_during_learning = False  # the pool was kept while a learner ran
+        # decoder of several adapters (without any) whose graphs the pool holds, for the next engine
+        self.mixed_decoder: FastForward | None = None
         self._buffers: StepBuffers | None = None
         self._sizes: tuple[int, ...] = ()  # of the buffers
         self._steps: WeakKeyDictionary[FastForward, CUDAGraphRunner] = WeakKeyDictionary()
@@ -129,6 +132,16 @@ class IdleKVCachePool:
             return idle
         del idle
         return KVCachePool(decoder, min_blocks, block_size)
+
+    def take_mixed_decoder(self, base: Any) -> Any:
+        """Return the decoder of several adapters on this base whose graphs the idle pool holds, or
+        None.
+        """
+        decoder: Any = None if self._idle is None else self._idle.mixed_decoder
+        if self._idle is None or decoder is None or decoder.base_decoder is not base:
+            return None
+        self._idle.mixed_decoder = None
+        return decoder
 
     def store(self, pages: KVCachePool) -> None:
         """Store an idle pool for the next engine."""

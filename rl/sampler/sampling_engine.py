@@ -158,6 +158,10 @@ class Engine(Scheduler):
         """
         if self._pool is not None and self._state.kv:
             self._state.kv = []
+            if isinstance(self.decoder, MultiAdapterDecoder):
+                for number in list(self.decoder.decoders):
+                    self.decoder.remove_adapter(number)
+                self._pool.mixed_decoder = self.decoder
             if not self._has_non_finite:
                 self._idle_pool.store(self._pool)
 
