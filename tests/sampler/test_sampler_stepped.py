@@ -20,7 +20,7 @@ from sampler_models import (  # noqa: F401
     tiny_model,
 )
 
-from rl.sampler import Engine, SamplingRequest, make_decoder
+from rl.sampler import Engine, MultiAdapterDecoder, SamplingRequest, make_decoder
 from rl.sampler.cuda_graphs import NO_PROCESSING, CUDAGraphRunner, ProcessedRows, row_buckets
 from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.paged_state import PagedState
@@ -339,6 +339,7 @@ def test_a_request_is_cancelled_while_a_chunk_is_in_flight(decoder):
 
 
 SCENARIOS = ("full weights", "LoRA", "tight pool", "new weights", "logits processing")
+SCENARIOS += ("adapters of rows",)
 PROCESSING = (
     {"top_k": 5, "top_p": 0.9, "logit_bias": {4: 3.0, 0: -2.0}},
     {"min_p": 0.1, "min_tokens": 12, "untruncated_logprobs": True},
@@ -350,8 +351,26 @@ PROCESSING = (
 
 
 def make_processing(scenario, i):
-    """Return the parameters of request i that truncate its distribution or adjust its logits."""
+    """Return the parameters of request i that truncate its distribution or adjust its logits, and
+    the number of its adapter in `mix_adapters`.
+    """
+    if scenario == "adapters of rows":
+        return {"adapter_id": i % 3} | (PROCESSING[i] if i > 3 else {})
     return PROCESSING[i] if scenario == "logits processing" else {}
+
+
+def mix_adapters(make_model, **settings):
+    """Return a decoder of a model (0) and two adapters on it. `make_model`: builds the same model at
+    each call. `settings`: of `make_decoder`.
+    """
+    base = make_decoder(make_model(), kind="fast", **settings)
+    decoder = MultiAdapterDecoder(base)
+    decoder.add_adapter(0, base, 0)
+    for number, targets in enumerate((LORA, ["q_proj", "down_proj"]), 1):
+        torch.manual_seed(number)
+        model = add_lora(make_model(), targets, r=4 * number)
+        decoder.add_adapter(number, make_decoder(model, kind="fast", base=base, **settings), 0)
+    return decoder
 
 
 def play_scenario(scenario, engine, requests, decoder, steps):
@@ -382,6 +401,8 @@ def test_steps_of_the_device_draw_what_those_of_the_host_do(scenario):
     if scenario == "LoRA":
         models[0] = add_lora(models[0], LORA)
     decoder, new = (make_decoder(model, kind="fast") for model in models)
+    if scenario == "adapters of rows":
+        decoder = mix_adapters(lambda: tiny_model("qwen3"))
     requests = [
         make_request(prompt, 4, max_tokens=30, problem=i, **make_processing(scenario, i))
         for i, prompt in enumerate(random_prompts([5, 9, 12, 7, 4, 10]))
