@@ -73,7 +73,7 @@ def play(scenario, decoders, make_engine, steps, backend="gloo"):
     `play_scenario`.
     """
     page, _, limits = SIZES[backend]
-    limits = limits if scenario == "tight pool" else {}
+    limits = limits if scenario.endswith("tight pool") else {}
     engine = make_engine(decoders[0], (3,), page=page, **limits)
     engine.expects_lengths = False
     return play_scenario(scenario, engine, make_requests(scenario, backend), decoders[1], steps)

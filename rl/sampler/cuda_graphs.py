@@ -29,10 +29,12 @@ from torch import Tensor
 from kernels import SharedPages, compute_paged_attention, decode_ops, sample_tokens
 from rl.sampler.expert_layers import stack_choices
 from rl.sampler.forward_fast import FastForward, ForwardOps
+from rl.sampler.token_counts import MAX_COUNT, PENALTIES
 from rl.sampler.token_sampling import (
     MAX_BIASES,
     RowSamplingSettings,
     compute_untruncated_logprobs,
+    penalize_logits,
     sample_with_torch,
     truncate_logits,
 )
@@ -51,12 +53,13 @@ _CLEARED = ("remaining", "at", "shares", "order", "place", "group", "starts", "s
 
 class ProcessedRows(NamedTuple):
     """Describe the rows with logits processing: those whose next token is sampled from adjusted or
-    truncated logits. `bucket`: their number, rounded up (`processed_bucket`). `truncates`: whether
-    some of them are truncated.
+    truncated logits. `bucket`: their number, rounded up (`processed_bucket`). `truncates`,
+    `penalizes`: whether some of them are truncated, or have penalties.
     """
 
     bucket: int = 0
     truncates: bool = False
+    penalizes: bool = False
 
 
 NO_PROCESSING = ProcessedRows()
@@ -82,8 +85,9 @@ class StepBuffers:
     By row with logits processing: its `processed_row`, with repeated rows up to a bucket, its
     `limits` (`find_limits`), whether its logprob is `untruncated`, its set of `biases` of
     `bias_tokens` (after the last, biases of 0 for different tokens: many additions to one address
-    are slow), and the `stop_limit`: while more tokens remain, it may not
-    sample its stop ids.
+    are slow), the `stop_limit`: while more tokens remain, it may not sample its stop ids; its
+    `penalties` (`token_counts.PENALTIES`), its row of the table `counts`, whose last row is of
+    rows without penalties, and whether its tokens are `counted` there (1, else 0).
     """
 
     token: Tensor = _buffer("R")
@@ -99,6 +103,10 @@ class StepBuffers:
     untruncated: Tensor = _buffer("R", torch.bool)
     stop_limit: Tensor = _buffer("R")
     bias_set: Tensor = _buffer("R")
+    penalties: Tensor = _buffer("QR", torch.float32)
+    count_row: Tensor = _buffer("R")
+    counted: Tensor = _buffer("R", torch.int16)
+    counts: Tensor = _buffer("PV", torch.int16)
     bias_tokens: Tensor = _buffer("TE")
     biases: Tensor = _buffer("TE", torch.float32)
     shares: Tensor = _buffer("R", torch.bool)  # whether the row is in a group
@@ -126,18 +134,22 @@ class StepBuffers:
         vocab: int,
         device: torch.device,
         choices: int = 0,
+        counted: int = 0,
     ) -> StepBuffers:
         """Allocate the buffers: zeros, and temperature 1. `choices`: recorded experts per token.
+        `counted`: rows with penalties.
 
         Dimensions: R rows, G groups, + groups and 1 more, B blocks of a table, S steps, C stop
         conditions, V vocabulary, K choices, L parameters that truncate, T sets of biases (of each
-        row, and an empty one), E biases of a set, N packed buffers, Y bytes.
+        row, and an empty one), E biases of a set, Q penalties, P rows of counts, N packed buffers,
+        Y bytes.
         """
         packed = _find_packed_buffers()
         groups = max(rows // 2, 1)
         sizes = {"R": rows, "G": groups, "+": groups + 1, "B": blocks, "S": steps, "1": 1}
         sizes |= {"C": conditions, "V": vocab, "K": choices, "L": len(TRUNCATION_DEFAULTS)}
         sizes |= {"T": rows + 1, "E": min(MAX_BIASES, vocab), "N": len(packed), "Y": 8 * rows}
+        sizes |= {"Q": len(PENALTIES), "P": counted + 1}
         buffers = {
             buffer.name: torch.zeros(
                 [sizes[dim] for dim in buffer.metadata["dims"]],
@@ -236,12 +248,14 @@ def decode_step(
     token, logprob = _sample(model, hidden, logits, uniform, b.temperature, b.greedy)
     most = _count_rows_at_once(model.vocab_size)
     for first in range(0, processed.bucket, most):
-        part = ProcessedRows(min(most, processed.bucket - first), processed.truncates)
+        part = processed._replace(bucket=min(most, processed.bucket - first))
         index, new_token, new_logprob = _sample_processed(
             model, hidden, logits, uniform, b, first, part
         )
         token = token.index_copy(0, index, new_token)
         logprob = logprob.index_copy(0, index, new_logprob)
+    if processed.penalizes:
+        _count_tokens(b, token, processed.bucket)
     _record_tokens(b, token, logprob, choices)
 
 
@@ -275,6 +289,18 @@ def _locate_cache_entries(b: StepBuffers, kv: Tensor) -> tuple[Tensor, Tensor, T
         .masked_fill(ended, unused_block)
     )
     return block, b.position % block_size, (private_position + 1).int().masked_fill_(ended, 1)
+
+
+def _count_tokens(b: StepBuffers, token: Tensor, bucket: int) -> None:
+    """Count the sampled tokens [R] of the rows with penalties that have not finished. This follows
+    all parts of the rows with logits processing: the last may repeat a row of the first.
+    """
+    index, count_row, counted = (
+        values.narrow(0, 0, bucket) for values in (b.processed_row, b.count_row, b.counted)
+    )
+    lives = b.remaining.index_select(0, index) > 0
+    place = count_row * b.counts.shape[1] + token.index_select(0, index)
+    b.counts.view(-1).index_add_(0, place, counted * lives)
 
 
 def _record_tokens(
@@ -340,8 +366,8 @@ def _sample_processed(
     part: ProcessedRows,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rows of a part of those with logits processing, from `first` on, their tokens and
-    logprobs, [M] each. This is `sample_next_tokens` without penalties. `all_logits`: those of all
-    rows, if they are stored.
+    logprobs, [M] each. This is `sample_next_tokens`. `all_logits`: those of all rows, if they are
+    stored.
     """
 
     def select(values: Tensor) -> Tensor:
@@ -354,7 +380,7 @@ def _sample_processed(
         else all_logits.index_select(0, index)
     ).float()
     temperature = b.temperature.index_select(0, index).unsqueeze(1)
-    scaled = _adjust_logits(logits, b, index, select(b.bias_set), select(b.stop_limit))
+    scaled = _adjust_logits(logits, b, index, first, part)
     scaled.div_(temperature)
     if part.truncates:
         scaled = truncate_logits(scaled, *select(b.limits).unbind(0))
@@ -366,15 +392,25 @@ def _sample_processed(
 
 
 def _adjust_logits(
-    logits: Tensor, b: StepBuffers, index: Tensor, bias_set: Tensor, stop_limit: Tensor
+    logits: Tensor, b: StepBuffers, index: Tensor, first: int, part: ProcessedRows
 ) -> Tensor:
-    """Return the logits [M, V] of the rows `index` [M] with biases, and -inf for stop ids in rows
-    that may not stop yet. `bias_set`, `stop_limit` [M]: see `StepBuffers`.
+    """Return the logits [M, V] of the rows `index` [M] with biases and penalties, and -inf for stop
+    ids in rows that may not stop yet. `first`, `part`: see `_sample_processed`.
     """
+
+    def select(values: Tensor) -> Tensor:
+        return values.narrow(-1, first, part.bucket)
+
+    bias_set, stop_limit = select(b.bias_set), select(b.stop_limit)
     tokens, biases = b.bias_tokens.index_select(0, bias_set), b.biases.index_select(0, bias_set)
     is_early = b.remaining.index_select(0, index) > stop_limit
     is_stop = b.stops.index_select(0, b.stop_row.index_select(0, index))
     adjusted = logits.scatter_add(1, tokens, biases)
+    if part.penalizes:
+        counts = b.counts.index_select(0, select(b.count_row))
+        penalties = select(b.penalties).unsqueeze(-1).unbind()
+        times = counts.bitwise_and(MAX_COUNT)
+        adjusted = penalize_logits(adjusted, times, counts > 0, *penalties)
     return adjusted.masked_fill_(is_stop.logical_and_(is_early.unsqueeze(1)), -torch.inf)
 
 

@@ -19,8 +19,10 @@ from torch import Tensor
 from rl.sampler.cuda_graphs import CUDAGraphRunner, StepBuffers, row_buckets
 from rl.sampler.forward_fast import FastForward
 from rl.sampler.tensor_parallel import all_ranks_agree
+from rl.sampler.token_counts import MAX_COUNTS
 
 _INITIAL_STOP_CONDITIONS = 16  # initial number of stop conditions
+_INITIAL_COUNTED = 16  # initial number of rows with penalties, when the first comes
 _MAX_MEMORY_FRACTION = 0.85  # maximum fraction of device memory for learning and the kept pool
 
 
@@ -52,8 +54,9 @@ class KVCachePool:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the pool in bytes."""
-        return sum(tensor.nbytes for tensor in self.kv)
+        """Return the size of the pool in bytes, with the token counts of rows with penalties."""
+        counts = 0 if self._buffers is None else self._buffers.counts.nbytes
+        return sum(tensor.nbytes for tensor in self.kv) + counts
 
     def fits(self, decoder: FastForward, min_blocks: int, max_blocks: int, block_size: int) -> bool:
         """Return whether the pool has the decoder's shape and enough blocks, but not too many."""
@@ -73,24 +76,29 @@ class KVCachePool:
         steps_per_sync: int,
         conditions: int,
         choices: int = 0,
+        counted: int = 0,
     ) -> CUDAGraphRunner:
         """Return the step graphs of the decoder.
 
         If the sizes differ from the present buffers, the buffers and the graphs of all decoders are
         rebuilt. `max_rows`: rows, `table_width`: blocks of a table, `steps_per_sync`: steps per
-        host sync, `conditions`: number of stop conditions, `choices`: recorded experts of a token.
+        host sync, `conditions`: number of stop conditions, `choices`: recorded experts of a token,
+        `counted`: rows with penalties.
         """
         rows, vocab = row_buckets(max_rows)[-1], decoder.vocab_size
         sizes = (rows, table_width, steps_per_sync, vocab, choices)
         b = self._buffers if sizes == self._sizes else None
-        if b is None or len(b.stops) < conditions:
-            room = _INITIAL_STOP_CONDITIONS
+        if b is None or len(b.stops) < conditions or len(b.counts) <= counted:
+            room, count_rows = _INITIAL_STOP_CONDITIONS, _INITIAL_COUNTED if counted else 0
             while room < conditions:
                 room *= 2
+            while count_rows < counted:
+                count_rows *= 4
             self._steps.clear()
             b = StepBuffers.allocate(
-                rows, table_width, steps_per_sync, room, vocab, decoder.device, choices
-            )
+                rows, table_width, steps_per_sync, room, vocab, decoder.device, choices,
+                min(count_rows, rows, max(MAX_COUNTS // vocab, counted)),
+            )  # fmt: skip
             self._buffers, self._sizes = b, sizes
         runner = self._steps.get(decoder)
         if runner is None:

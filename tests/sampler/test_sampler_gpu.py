@@ -195,7 +195,7 @@ def test_graphs_draw_what_the_same_steps_draw_in_each_scenario(scenario, monkeyp
     new, results = decoder.fork(), []
     if scenario == "adapters of rows":
         decoder = mix_adapters(small_model)
-    if scenario == "new weights":
+    if scenario.endswith("new weights"):
         name = "model.layers.1.mlp.down_proj.weight"
         new.load_([(name, decoder.weights.view(name) * 1.05)])
     requests = [
@@ -209,7 +209,7 @@ def test_graphs_draw_what_the_same_steps_draw_in_each_scenario(scenario, monkeyp
         for i in range(6)
     ]
     limits = {"kv_cache_tokens": 256 * 60, "max_rows": 24}
-    if scenario == "tight pool":
+    if scenario.endswith("tight pool"):
         limits = {"kv_cache_tokens": 256 * 14, "max_rows": 12}
     for eager in (False, True):
         if eager:

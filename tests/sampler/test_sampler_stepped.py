@@ -35,7 +35,7 @@ LORA = [
 
 def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
     """Return groups on prompts of any length, with greedy rows, temperatures, several kinds of
-    stops, and sometimes top-k, top-p, min-p, biases or a minimum length.
+    stops, and sometimes top-k, top-p, min-p, biases, penalties or a minimum length.
     """
     prompts = [rng.integers(0, vocab, int(rng.integers(1, 20))).tolist() for _ in range(3)]
     requests = []
@@ -52,6 +52,9 @@ def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]
         )
         if rng.random() < 0.3:
             options["logit_bias"] = {int(rng.integers(vocab)): 2.5, 0: -1.0}
+        if rng.random() < 0.3:
+            options |= {"presence_penalty": 0.9, "frequency_penalty": -0.5}
+            options["repetition_penalty"] = float(rng.choice([1.0, 1.4]))
         if rng.random() < 0.3:
             options["min_tokens"] = int(rng.integers(1, options["max_tokens"] + 1))
         params = SamplingParams(**options)
@@ -236,7 +239,7 @@ def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_pree
     decoder, monkeypatch
 ):
     """No step uses `PagedState.decode`: new prompts get their first token and join, also if rows
-    truncate their distribution, have biases, or may not end yet.
+    truncate their distribution, have biases or penalties, or may not end yet.
     """
     waiting = preempted = 0
     for seed in range(6):
@@ -278,7 +281,10 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
     assert ahead > 20 and launched > ahead
 
 
-@pytest.mark.parametrize("processing", [{}, {"top_p": 0.9}, {"logit_bias": {4: 1.0}}])
+@pytest.mark.parametrize(
+    "processing",
+    [{}, {"top_p": 0.9}, {"logit_bias": {4: 1.0}}, {"frequency_penalty": 0.4}],
+)
 def test_rows_that_do_not_fill_a_bucket_are_launched_ahead_too(decoder, monkeypatch, processing):
     """Three rows in a bucket of four, 33 tokens: the prefill samples 1, four launches 8 each."""
     chunks, launch = [], DeviceSteps.launch_next
@@ -339,7 +345,7 @@ def test_a_request_is_cancelled_while_a_chunk_is_in_flight(decoder):
 
 
 SCENARIOS = ("full weights", "LoRA", "tight pool", "new weights", "logits processing")
-SCENARIOS += ("adapters of rows",)
+SCENARIOS += ("adapters of rows", "penalties", "penalties, tight pool", "penalties, new weights")
 PROCESSING = (
     {"top_k": 5, "top_p": 0.9, "logit_bias": {4: 3.0, 0: -2.0}},
     {"min_p": 0.1, "min_tokens": 12, "untruncated_logprobs": True},
@@ -350,12 +356,24 @@ PROCESSING = (
 )
 
 
+PENALTIES = (
+    {"repetition_penalty": 1.5},
+    {"frequency_penalty": 0.7, "presence_penalty": -0.4},
+    {},
+    {"repetition_penalty": 0.7, "presence_penalty": 1.2},
+    {"frequency_penalty": -1.1},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.2, "presence_penalty": 0.3},
+)
+
+
 def make_processing(scenario, i):
     """Return the parameters of request i that truncate its distribution or adjust its logits, and
     the number of its adapter in `mix_adapters`.
     """
     if scenario == "adapters of rows":
         return {"adapter_id": i % 3} | (PROCESSING[i] if i > 3 else {})
+    if scenario.startswith("penalties"):
+        return PENALTIES[i] | (PROCESSING[i] if i > 2 else {})
     return PROCESSING[i] if scenario == "logits processing" else {}
 
 
@@ -381,13 +399,13 @@ def play_scenario(scenario, engine, requests, decoder, steps):
         engine.add(request)
     finished, count, waited = {}, 0, False
     while engine.busy:
-        if scenario == "new weights" and count == steps:
+        if scenario.endswith("new weights") and count == steps:
             engine.change_weights(decoder, 1)
         finished |= {done.request_id: done.result() for done in engine.step()}
         count, waited = count + 1, waited or bool(engine._waiting)
-    assert bool(engine.preemptions) == waited == (scenario == "tight pool")
+    assert bool(engine.preemptions) == waited == scenario.endswith("tight pool")
     samples = [s for _, response in sorted(finished.items()) for s in response.sequences]
-    assert any(s.versions for s in samples) == (scenario == "new weights")
+    assert any(s.versions for s in samples) == scenario.endswith("new weights")
     return [(s.tokens, s.logprobs, s.versions) for s in samples]
 
 
@@ -408,7 +426,7 @@ def test_steps_of_the_device_draw_what_those_of_the_host_do(scenario):
         for i, prompt in enumerate(random_prompts([5, 9, 12, 7, 4, 10]))
     ]
     # the same tokens before the new weights: a step admits and samples 1, each other step 8 or 1
-    limits = {"kv_cache_tokens": 128, "max_rows": 7} if scenario == "tight pool" else {}
+    limits = {"kv_cache_tokens": 128, "max_rows": 7} if scenario.endswith("tight pool") else {}
     kinds = ((multistep_engine, 3), (paged_engine, 17))
     mine, plain = (
         play_scenario(scenario, make(decoder, (3,), page=4, **limits), requests, new, steps)
