@@ -69,7 +69,10 @@ def make_engine(
     if cache == "paged":
         settings |= {"block_size": BLOCK_SIZE, "idle_pool": idle_pool, "sizes": sizes}
         settings["steps_per_sync"] = STEPS_PER_SYNC if device_steps else None
-    return Engine(decoder, **settings)
+    engine = Engine(decoder, **settings)
+    if "adapters per row" in present:
+        engine.owns_decoder = True
+    return engine
 
 
 # Why a device does not support the paged engine (None: it does), by architecture, dtype and device.

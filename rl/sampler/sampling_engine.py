@@ -128,6 +128,7 @@ class Engine(Scheduler):
         self._next_id = 0
         self._errors: dict[int, FloatingPointError] = {}  # of requests that diverged in this step
         self._has_non_finite = False  # whether the cache holds NaN or infinity
+        self.owns_decoder = False  # no other engine samples from the decoder until this one closes
         self.steps_per_sync = steps_per_sync
         # Maximum number of tokens per row of all next calls of `step` together, which the caller
         # makes without another call between them. None or 0: at most `steps_per_sync` in the next
@@ -158,7 +159,7 @@ class Engine(Scheduler):
         """
         if self._pool is not None and self._state.kv:
             self._state.kv = []
-            if isinstance(self.decoder, MultiAdapterDecoder):
+            if self.owns_decoder and isinstance(self.decoder, MultiAdapterDecoder):
                 for number in list(self.decoder.decoders):
                     self.decoder.remove_adapter(number)
                 self._pool.mixed_decoder = self.decoder

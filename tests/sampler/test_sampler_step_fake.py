@@ -325,6 +325,18 @@ def test_a_step_with_logits_processing_waits_for_nothing_either(recorder, trunca
     check_step(recorder)
 
 
+def test_a_step_with_penalties_waits_for_nothing_either(recorder):
+    """The temporaries are fewer than those of truncated rows. The table of counts stays where it
+    is.
+    """
+    model = tiny_model("qwen3", vocab_size=32_000)
+    two_steps(recorder, model, 256, True, processed=ProcessedRows(200, False, True))
+    assert max(recorder.live) < count_processing_bytes(256, 32_000)
+    check_step(recorder)
+    counts = Counter(name for name, *_ in recorder.done)
+    assert counts["aten.index_add_.default"] == 1
+
+
 @pytest.mark.parametrize("processed", [NO_PROCESSING, ProcessedRows(16, True)])
 def test_a_step_of_several_ranks_waits_for_nothing_either(recorder, processed):
     """The sums after the embedding, attention and MLP, an exchange of the slices of the vocabulary,

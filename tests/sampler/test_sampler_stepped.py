@@ -21,6 +21,7 @@ from sampler_models import (  # noqa: F401
 )
 
 from rl.sampler import Engine, MultiAdapterDecoder, SamplingRequest, make_decoder
+from rl.sampler import cuda_graphs, token_sampling
 from rl.sampler.cuda_graphs import NO_PROCESSING, CUDAGraphRunner, ProcessedRows, row_buckets
 from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.paged_state import PagedState
@@ -473,6 +474,48 @@ def test_rows_with_more_biases_than_the_buffers_hold_run_on_the_host(count, monk
     expected = run_requests(Engine(decoder, (3,)), requests)
     check_same(run_requests(multistep_engine(decoder, (3,)), requests), expected, 1e-4)
     assert bool(decodes) == (count > MAX_BIASES)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_rows_with_penalties_in_parts_and_in_a_table_that_grows(decoder, at_once, monkeypatch):
+    """7 rows of three requests in a bucket of 16, whose last part repeats a row of the first; then
+    26 rows, which the first table does not hold. Their logits are processed `at_once` rows at once.
+    """
+    monkeypatch.setattr(cuda_graphs, "_LOGITS_AT_ONCE", at_once * decoder.vocab_size)
+    monkeypatch.setattr(PagedState, "decode", None)
+    engine, shapes = multistep_engine(decoder, (3,), page=4), []
+    for samples in (1, 1, 6):
+        requests = [
+            make_request(prompt, samples + 2 * i, max_tokens=20, problem=i, **PENALTIES[i])
+            for i, prompt in enumerate(random_prompts([5, 9, 12, 6]))
+        ]
+        responses = run_requests(engine, requests)
+        with monkeypatch.context() as patch:
+            patch.undo()
+            expected = run_requests(Engine(decoder, (3,)), requests)
+        check_same(responses, expected, 2e-6)
+        shapes.append(engine._device_steps.runner.buffers.counts.shape[0])
+    assert shapes == [17, 17, 65]
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "fits"),
+    [("MAX_COUNTS", 41 * 4, True), ("MAX_COUNTS", 41 * 4 - 1, False), ("MAX_COUNT", 11, False)],
+)
+def test_penalties_that_exceed_the_table_are_applied_on_the_host(
+    decoder, limit, value, fits, monkeypatch
+):
+    """Four rows with penalties in a vocabulary of 41, of up to 12 tokens."""
+    decodes, decode = [], PagedState.decode
+    monkeypatch.setattr(PagedState, "decode", lambda *args: decodes.append(1) or decode(*args))
+    monkeypatch.setattr(token_sampling, limit, value)
+    requests = [
+        make_request([4, 9, 2], 4, max_tokens=12, **PENALTIES[5]),
+        make_request([5, 7], 2, max_tokens=12, problem=1),
+    ]
+    expected = run_requests(Engine(decoder, (3,)), requests)
+    check_same(run_requests(multistep_engine(decoder, (3,)), requests), expected, 2e-6)
+    assert bool(decodes) != fits
 
 
 def test_temperatures_of_rows_beyond_a_bucket_stay_above_zero(decoder):
