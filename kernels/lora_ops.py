@@ -11,56 +11,15 @@ T tiles, X slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kernels.adapter_table import AdapterTable, LoraPart
 from kernels.common import can_run_triton, device_context
 
 MAX_ROWS = 1024  # rows of a decode batch; prompts have more, for which cuBLAS is faster
 MAX_RANK = 256  # a program holds all ranks of an adapter in shared memory (64 KiB in float32)
-
-# An adapter: B [outputs, ranks], its scale, its columns of the output, its rows of A.
-LoraPart = tuple[Tensor, float, slice, slice]
-MAX_PARTS = 3  # adapters of a fused layer: q, k and v
-TILE_ROWS = 16  # rows of a tile, the fewest of a product on tensor cores
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterTable:
-    """Hold the adapters of a layer by slot. Kernels read them through their addresses, so that a
-    CUDA graph keeps working when a slot gets another adapter.
-
-    `adapters` [X]: A [R, I] and the parts of each slot (None: the slot has no adapter on the
-    layer); these tensors are contiguous and of the same dtype `dtype`. `addresses` int64 [X, 2 + 3
-    MAX_PARTS]: address and rows of A (0: none), then for each of `modules` the address of B (0:
-    none), its first row of A, and its ranks. `scales` float32 [X, MAX_PARTS]. `modules`: the
-    columns of the output that a part may have. `inputs`: I. `max_rank`: a power of two that no rank
-    exceeds.
-    """
-
-    adapters: list[tuple[Tensor, Sequence[LoraPart]] | None]
-    addresses: Tensor
-    scales: Tensor
-    modules: tuple[slice, ...]
-    inputs: int
-    max_rank: int
-    dtype: torch.dtype
-
-    def describe(self, slot: int) -> tuple[list[int], list[float]]:
-        """Return a slot's values of `addresses` and `scales`."""
-        addresses, scales = [0] * (2 + 3 * MAX_PARTS), [0.0] * MAX_PARTS
-        adapter = self.adapters[slot]
-        if adapter is not None:
-            a_RI, parts = adapter
-            addresses[:2] = a_RI.data_ptr(), len(a_RI)
-            for b_OR, scale, columns, ranks in parts:
-                i = self.modules.index(columns)
-                addresses[2 + 3 * i : 5 + 3 * i] = b_OR.data_ptr(), ranks.start, b_OR.shape[1]
-                scales[i] = scale
-        return addresses, scales
 
 
 def add_lora_(

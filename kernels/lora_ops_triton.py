@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.lora_ops import MAX_PARTS, TILE_ROWS, AdapterTable
+from kernels.adapter_table import MAX_PARTS, TILE_ROWS, AdapterTable
 from kernels.matmul_operands import is_interpreting
 
 BATCH = ("N",)

@@ -1,4 +1,5 @@
-"""Place the adapters of a `MultiAdapterDecoder` in slots, for steps that run without the host.
+"""Assign the adapters of a `MultiAdapterDecoder` to slots, for steps that run without the
+host.
 
 A step reads the slot of each row, and the addresses of the matrices of each slot
 (kernels.lora_ops). Nothing is copied. Another adapter in a slot changes only these numbers, so
@@ -14,18 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.lora_ops import MAX_PARTS, MAX_RANK, TILE_ROWS, AdapterTable
+from kernels.adapter_table import MAX_PARTS, TILE_ROWS, AdapterTable, LoraPart
+from kernels.lora_ops import MAX_RANK
 from rl.sampler.decode_state import send_to_device
 from rl.sampler.decoder_weights import DecoderWeights
 from rl.sampler.linear_layers import LoraWeights, Projection, TokenEmbedding
 
 _MIN_SLOTS, _MIN_RANK = 8, 32  # initial room, so that few adapters more need no new tables
 
-Adapter = tuple[Tensor, Sequence[tuple[Tensor, float, slice, slice]]]
+Adapter = tuple[Tensor, Sequence[LoraPart]]
 
 
 class AdapterSlots:
-    """Hold the tables of `modules` (`Projection.table`) and `tiles`, which name the rows of each slot.
+    """Hold the tables of `modules` (`Projection.table`) and `tiles`, which name the rows of each
+    slot.
 
     `layout` counts the rebuilds of tables and tiles: graphs that were captured before the last one
     are invalid. Tables are rebuilt, larger, if there are more adapters than slots, if an adapter
@@ -47,8 +50,8 @@ class AdapterSlots:
         self._max_rows = self.layout = 0
 
     def update(self, names: Mapping[int, str], max_rows: int) -> None:
-        """Place the adapters that rows use now, if they have changed. `names`: of the weights, by
-        number (`Decoder.weights_name`). `max_rows`: the most rows of a step.
+        """Assign slots to the adapters that rows use now, if they have changed. `names`: of the
+        weights, by number (`Decoder.weights_name`). `max_rows`: the most rows of a step.
         """
         if names == self._names and max_rows <= self._max_rows:
             return
@@ -80,7 +83,7 @@ class AdapterSlots:
             self._write({self._slots[n]: of for n, of in adapters.items() if n in self._slots})
 
     def remove(self, number: int) -> None:
-        """Forget the adapter of this number; no row may use it any more."""
+        """Remove the adapter of this number; no row may use it any more."""
         self._names.pop(number, None)
         self._host_adapters.discard(number)
         slot = self._slots.pop(number, 0)

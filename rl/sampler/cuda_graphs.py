@@ -246,14 +246,9 @@ def decode_step(
     uniform = b.uniform.index_select(0, b.at).squeeze(0)
     logits = None if _has_plain_head(model, hidden) else model.head(hidden, tiles)
     token, logprob = _sample(model, hidden, logits, uniform, b.temperature, b.greedy)
-    most = _count_rows_at_once(model.vocab_size)
-    for first in range(0, processed.bucket, most):
-        part = processed._replace(bucket=min(most, processed.bucket - first))
-        index, new_token, new_logprob = _sample_processed(
-            model, hidden, logits, uniform, b, first, part
-        )
-        token = token.index_copy(0, index, new_token)
-        logprob = logprob.index_copy(0, index, new_logprob)
+    for index, *sampled in _sample_processed(model, hidden, logits, uniform, b, processed):
+        token = token.index_copy(0, index, sampled[0])
+        logprob = logprob.index_copy(0, index, sampled[1])
     if processed.penalizes:
         _count_tokens(b, token, processed.bucket)
     _record_tokens(b, token, logprob, choices)
@@ -359,16 +354,30 @@ def _share_sample(model: FastForward, token: Tensor, logprob: Tensor) -> tuple[T
 def _sample_processed(
     model: FastForward,
     hidden: Tensor,
+    logits: Tensor | None,
+    uniform: Tensor,
+    b: StepBuffers,
+    processed: ProcessedRows,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the rows with logits processing in parts: their indices, tokens and logprobs, [M] each.
+    `logits`: those of all rows, if they are stored.
+    """
+    most = _count_rows_at_once(model.vocab_size)
+    for first in range(0, processed.bucket, most):
+        part = processed._replace(bucket=min(most, processed.bucket - first))
+        yield _sample_part(model, hidden, logits, uniform, b, first, part)
+
+
+def _sample_part(
+    model: FastForward,
+    hidden: Tensor,
     all_logits: Tensor | None,
     uniform: Tensor,
     b: StepBuffers,
     first: int,
     part: ProcessedRows,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows of a part of those with logits processing, from `first` on, their tokens and
-    logprobs, [M] each. This is `sample_next_tokens`. `all_logits`: those of all rows, if they are
-    stored.
-    """
+    """Return a part of `_sample_processed`, from `first` on. This is `sample_next_tokens`."""
 
     def select(values: Tensor) -> Tensor:
         return values.narrow(-1, first, part.bucket)
@@ -395,7 +404,7 @@ def _adjust_logits(
     logits: Tensor, b: StepBuffers, index: Tensor, first: int, part: ProcessedRows
 ) -> Tensor:
     """Return the logits [M, V] of the rows `index` [M] with biases and penalties, and -inf for stop
-    ids in rows that may not stop yet. `first`, `part`: see `_sample_processed`.
+    ids in rows that may not stop yet. `first`, `part`: see `_sample_part`.
     """
 
     def select(values: Tensor) -> Tensor:

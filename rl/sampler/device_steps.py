@@ -31,7 +31,7 @@ from rl.sampler.paged_state import PagedState
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import SequenceGroup
 from rl.sampler.stop_conditions import StopTable
-from rl.sampler.token_counts import PENALTIES, TokenCounts
+from rl.sampler.token_counts import PENALTIES, TokenCountTable
 from rl.sampler.token_sampling import (
     find_adjusted_rows,
     find_host_rows,
@@ -90,7 +90,7 @@ class DeviceSteps:
         self._stop_table_copy: tuple[StepBuffers | None, np.ndarray | None] = (None, None)
         # step buffers that hold biases, and the requests of their sets
         self._biases_copy: tuple[StepBuffers | None, list[int]] = (None, [])
-        self._counts = TokenCounts()  # of rows with penalties
+        self._counts = TokenCountTable()  # of rows with penalties
         self._skip = np.zeros(0, np.int64)  # positions of the device rows in shared blocks
         self._tiles = np.zeros((0, 0), np.int32)  # of the adapters of rows, on the device
         self._layout = 0  # of their tables (`AdapterSlots.layout`)

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kernels.lora_ops import AdapterTable, add_lora_, add_row_lora_
+from kernels.adapter_table import AdapterTable
+from kernels.lora_ops import add_lora_, add_row_lora_
 from rl.sampler.precision import linear_fp32
 from rl.sampler.prefix_attention import cap_scores
 from rl.sampler.tensor_parallel import (

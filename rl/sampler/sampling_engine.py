@@ -5,11 +5,11 @@ a group is prefilled once), samples a token for every row, and removes the finis
 
 Over a paged cache, the device can run several steps per host sync (device_steps.py). The samples
 are the same. A call of `step` that admits requests prefills their prompts and samples their first
-tokens; their rows join the steps of the device in the next call. While a row has penalties (which
-depend on all its earlier tokens), more than 1,024 biases, or an adapter of a rank above 256, all
-rows run one step at a time. Only the host can check stop strings; tokens sampled past a stop string are discarded. While no waiting
-request can be admitted, the next steps are launched before the last ones are read: in `run`, and
-within the `max_steps` of a caller of `step`.
+tokens; their rows join the steps of the device in the next call. All rows run one step at a time
+while a row has more than 1,024 biases, penalties that a table of 2^26 token counts does not hold,
+or (of several adapters) a rank above 256. Only the host can check stop strings; tokens sampled past
+a stop string are discarded. While no waiting request can be admitted, the next steps are launched
+before the last ones are read: in `run`, and within the `max_steps` of a caller of `step`.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ MAX_COUNTS = 1 << 26  # most entries of a table, of 2 bytes each
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
-class TokenCounts:
-    """Know which running rows are in the table on the device."""
+class TokenCountTable:
+    """Track which running rows the table on the device holds."""
 
     def __init__(self) -> None:
         self._table: Tensor | None = None
@@ -33,11 +33,11 @@ class TokenCounts:
         self._places: dict[tuple[int, int], tuple[int, int]] = {}
 
     def forget(self) -> None:
-        """Forget what the table holds."""
+        """Drop what is known of the table."""
         self._places = {}
 
     def advance(self, count: int) -> None:
-        """Note that the device samples `count` more tokens of each row that does not end."""
+        """Record that the device samples `count` more tokens of each row that does not end."""
         self._places = {key: (place, n + count) for key, (place, n) in self._places.items()}
 
     def write(
@@ -47,19 +47,21 @@ class TokenCounts:
         groups: Mapping[int, SequenceGroup],
         index: np.ndarray,
     ) -> np.ndarray:
-        """Let `table` int16 [P, V] hold the counts of the rows `index` [M], and of no others; return
-        their rows of the table [M]. The last row of the table stays as it is.
+        """Let `table` int16 [P, V] hold the counts of the rows `index` [M], and of no others;
+        return their rows of the table [M]. The last row of the table stays as it is.
         """
         if self._table is not table:
             self._table, self._places = table, {}
-        keys = list(zip(rows["request_id"][index].tolist(), rows["sample"][index].tolist()))
+        fields = (rows[name][index].tolist() for name in ("request_id", "sample", "num_sampled"))
+        samples = list(zip(index.tolist(), *fields, strict=True))
+        keys = [(request, sample) for _, request, sample, _ in samples]
         known = {key: self._places[key] for key in keys if key in self._places}
         used = {place for place, _ in known.values()}
         free = (place for place in range(len(table) - 1) if place not in used)
         places, changed = dict[tuple[int, int], tuple[int, int]](), list[tuple[int, int]]()
-        for key, row, count in zip(keys, index.tolist(), rows["num_sampled"][index].tolist()):
-            place, counted = known.get(key) or (next(free), -1)
-            places[key] = place, count
+        for row, request, sample, count in samples:
+            place, counted = known.get((request, sample)) or (next(free), -1)
+            places[request, sample] = place, count
             if counted != count:
                 changed.append((place, row))
         self._places = places

@@ -8,6 +8,7 @@ import torch
 from interpreting import INTERPRETED
 
 from kernels import lora_ops
+from kernels.adapter_table import AdapterTable
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -85,7 +86,7 @@ def make_table(g, inputs, modules, adapter, present):
         a = (torch.randn(rank, inputs, generator=g) / inputs**0.5).to(adapter)
         tables[slot - 1] = (a, parts)
     adapters = [None, tables[0] if present else None, tables[1]]
-    table = lora_ops.AdapterTable(
+    table = AdapterTable(
         adapters, torch.zeros(3, 11, dtype=torch.int64), torch.zeros(3, 3), modules, inputs, 16,
         adapter,
     )  # fmt: skip

@@ -21,7 +21,8 @@ from sampler_models import (  # noqa: F401
 )
 from test_sampler_mixed import check
 
-from kernels.lora_ops import MAX_RANK, TILE_ROWS
+from kernels.adapter_table import TILE_ROWS
+from kernels.lora_ops import MAX_RANK
 from rl.sampler import MultiAdapterDecoder, make_decoder
 from rl.sampler.paged_state import PagedState
 

@@ -20,7 +20,8 @@ from test_sampler_stepped import LORA, SCENARIOS, make_processing, mix_adapters,
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels import decode_ops, sample_tokens
-from kernels.lora_ops import AdapterTable, add_lora_, add_row_lora_
+from kernels.adapter_table import AdapterTable
+from kernels.lora_ops import add_lora_, add_row_lora_
 from rl.sampler import Engine, IdleKVCachePool, make_decoder
 from rl.sampler.cuda_graphs import NO_PROCESSING, CUDAGraphRunner, decode_step
 from rl.sampler.engine_selection import compare_engines
@@ -292,7 +293,7 @@ def test_adapters_of_rows_are_torchs(adapter, embeds):
     for rows, inputs in ((1, 896), (40, 4864), (600, 896)):
         modules = (slice(0, 896),) if embeds else (slice(0, 896), slice(896, 1024))
         adapters = [None]
-        for slot in (1, 2):
+        for _ in range(2):
             a = (torch.randn(32 * len(modules), inputs, generator=g) / inputs**0.5).to(adapter)
             parts = []
             for i, module in enumerate(modules):

@@ -213,7 +213,9 @@ def mix_requests(adapters) -> list[SamplingRequest]:
     """Return groups on prompts, each from one of these adapters by its number."""
     prompts = random_prompts([9, 6, 13, 7])
     return [
-        make_request(p, 4, max_tokens=8, stop=[5], problem=i, adapter_id=adapters[i % len(adapters)])
+        make_request(
+            p, 4, max_tokens=8, stop=[5], problem=i, adapter_id=adapters[i % len(adapters)]
+        )
         for i, p in enumerate(prompts)
     ]
 

@@ -222,7 +222,8 @@ def test_random_workloads(seed, pages):
 
 
 @pytest.mark.parametrize(
-    "kernels, samples, pages", [(True, 2, False), (False, 2, False), (False, 1, False), (1, 2, 1), (1, 2, "stepped")]
+    "kernels, samples, pages",
+    [(True, 2, False), (False, 2, False), (False, 1, False), (1, 2, 1), (1, 2, "stepped")],
 )
 def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind(
     kernels, samples, pages, monkeypatch

@@ -20,8 +20,14 @@ from sampler_models import (  # noqa: F401
     tiny_model,
 )
 
-from rl.sampler import Engine, MultiAdapterDecoder, SamplingRequest, make_decoder
-from rl.sampler import cuda_graphs, token_sampling
+from rl.sampler import (
+    Engine,
+    MultiAdapterDecoder,
+    SamplingRequest,
+    cuda_graphs,
+    make_decoder,
+    token_sampling,
+)
 from rl.sampler.cuda_graphs import NO_PROCESSING, CUDAGraphRunner, ProcessedRows, row_buckets
 from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.paged_state import PagedState
