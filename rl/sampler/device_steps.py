@@ -17,19 +17,14 @@ import torch
 from torch import Tensor
 
 from rl.sampler.block_tables import private_tables, split_block_tables
-from rl.sampler.cuda_graphs import (
-    CUDAGraphRunner,
-    ProcessedRows,
-    StepBuffers,
-    processed_bucket,
-    row_buckets,
-)
+from rl.sampler.cuda_graphs import CUDAGraphRunner, processed_bucket, row_buckets
 from rl.sampler.decode_state import send_to_device
 from rl.sampler.decoder_fast import MultiAdapterDecoder
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import SequenceGroup
+from rl.sampler.step_buffers import ProcessedRows, StepBuffers
 from rl.sampler.stop_conditions import StopTable
 from rl.sampler.token_counts import PENALTIES, TokenCountTable
 from rl.sampler.token_sampling import (

@@ -16,8 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from rl.sampler.cuda_graphs import CUDAGraphRunner, StepBuffers, row_buckets
+from rl.sampler.cuda_graphs import CUDAGraphRunner, row_buckets
 from rl.sampler.forward_fast import FastForward
+from rl.sampler.step_buffers import StepBuffers
 from rl.sampler.tensor_parallel import all_ranks_agree
 from rl.sampler.token_counts import MAX_COUNTS
 

@@ -23,8 +23,9 @@ from kernels import decode_ops, sample_tokens
 from kernels.adapter_table import AdapterTable
 from kernels.lora_ops import add_lora_, add_row_lora_
 from rl.sampler import Engine, IdleKVCachePool, make_decoder
-from rl.sampler.cuda_graphs import NO_PROCESSING, CUDAGraphRunner, decode_step
+from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
 from rl.sampler.engine_selection import compare_engines
+from rl.sampler.step_buffers import NO_PROCESSING
 from rl.sampler.token_sampling import sample_tokens as from_logits
 from rl.types import SamplingParams
 

@@ -33,8 +33,9 @@ from rl.learner import ModelSpec
 from rl.runtime import SamplerSettings, StepRequest, WorkerSettings
 from rl.runtime.training_worker import TrainingWorker
 from rl.sampler import Engine, IdleKVCachePool, SamplingRequest, kv_cache_pool
-from rl.sampler.cuda_graphs import CUDAGraphRunner, ProcessedRows, decode_step, row_buckets
+from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step, row_buckets
 from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.step_buffers import ProcessedRows
 from rl.startup import use_expandable_segments
 
 LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

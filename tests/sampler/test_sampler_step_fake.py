@@ -20,15 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.sampler import expert_layers, make_decoder
 from rl.sampler.adapter_slots import AdapterSlots
-from rl.sampler.cuda_graphs import (
-    NO_PROCESSING,
-    ProcessedRows,
-    StepBuffers,
-    count_processing_bytes,
-    decode_step,
-)
+from rl.sampler.cuda_graphs import count_processing_bytes, decode_step
 from rl.sampler.decoder_fast import FastDecoder, MultiAdapterDecoder
 from rl.sampler.decoder_weights import DecoderWeights
+from rl.sampler.step_buffers import NO_PROCESSING, ProcessedRows, StepBuffers
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -28,9 +28,10 @@ from rl.sampler import (
     make_decoder,
     token_sampling,
 )
-from rl.sampler.cuda_graphs import NO_PROCESSING, CUDAGraphRunner, ProcessedRows, row_buckets
+from rl.sampler.cuda_graphs import CUDAGraphRunner, row_buckets
 from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.paged_state import PagedState
+from rl.sampler.step_buffers import NO_PROCESSING, ProcessedRows
 from rl.sampler.token_sampling import MAX_BIASES
 from rl.types import SamplingParams
 
