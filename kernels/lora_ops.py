@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.adapter_table import AdapterTable, LoraPart
+from kernels.adapter_table import TILE_ROWS, AdapterTable, LoraPart
 from kernels.common import can_run_triton, device_context
 
 MAX_ROWS = 1024  # rows of a decode batch; prompts have more, for which cuBLAS is faster
@@ -51,12 +52,16 @@ def add_row_lora_(y: Tensor, x: Tensor, table: AdapterTable, tiles: Tensor) -> N
     (-1: none). Rows in no tile stay as they are. On CUDA these are two kernels, whatever the number
     of slots, and nothing waits for the host.
     """
-    if can_run_triton(y):
-        from kernels.lora_ops_triton import add_row_lora_ as fused
+    if not can_run_triton(y):
+        return _add_row_lora_with_torch_(y, x, table, tiles)
+    from kernels.lora_ops_triton import add_row_lora_ as fused
 
-        with device_context(y):
-            fused(y, x, table, tiles)
-        return
+    with device_context(y):
+        return fused(y, x, table, tiles)
+
+
+def _add_row_lora_with_torch_(y: Tensor, x: Tensor, table: AdapterTable, tiles: Tensor) -> None:
+    """Implement `add_row_lora_` with torch's operations; the device waits for the host."""
     slot_T, row_TM = tiles[:, 0], tiles[:, 1:]
     for slot in sorted({*slot_T.tolist()} - {0}):
         adapter, rows = table.adapters[slot], row_TM[slot_T == slot]
@@ -70,6 +75,42 @@ def add_row_lora_(y: Tensor, x: Tensor, table: AdapterTable, tiles: Tensor) -> N
                 else F.linear(chosen.to(a_RI.dtype), a_RI)
             )
             _add_parts_(y, low, parts, rows)
+
+
+def run_row_lora_trial(newer: bool, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return y of small cases of `add_row_lora_`, by the kernels (`newer`) or by torch, for
+    `check_kernels_agree`. `dtype`: of the weights; adapters are float32 or have it too.
+    """
+    if newer:
+        from kernels.lora_ops_triton import add_row_lora_ as add_
+    else:
+        add_ = _add_row_lora_with_torch_
+    g, outputs = torch.Generator().manual_seed(0), list[Tensor]()
+    modules = (slice(0, 64), slice(64, 112), slice(112, 128))
+    tiles = torch.full((5, 1 + TILE_ROWS), -1, dtype=torch.int32)
+    tiles[:, 0] = torch.tensor([2, 1, 1, 0, 2])
+    tiles[0, 1:], tiles[1, 1:] = torch.arange(0, 32, 2), torch.arange(1, 33, 2)
+    tiles[2, 1:3], tiles[4, 1:4] = torch.tensor([40, 33]), torch.tensor([36, 35, 34])
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=g)
+
+    for adapter in (torch.float32, dtype):
+        table = AdapterTable.allocate(3, modules, 1100, 32, adapter, device)
+        for slot, ranks in ((1, (32, 5)), (2, (3, 32, 16))):
+            starts = [sum(ranks[:i]) for i in range(len(ranks))]
+            parts = [
+                (draw(module.stop - module.start, rank).to(device, adapter), 0.5 + slot, module,
+                 slice(start, start + rank))
+                for module, rank, start in zip(modules, ranks, starts, strict=False)
+            ]  # fmt: skip
+            table.write(slot, (0.03 * draw(sum(ranks), 1100)).to(device, adapter), parts)
+        ids = torch.randint(0, 1100, (41,), generator=g).to(device)
+        for x in (draw(41, 1100).to(device, adapter), ids):
+            y = draw(41, 128).to(device, adapter)
+            add_(y, x, table, tiles.to(device))
+            outputs.append(y)
+    return tuple(outputs)
 
 
 def _add_parts_(y: Tensor, low: Tensor, parts: Sequence[LoraPart], rows: Tensor | None) -> None:

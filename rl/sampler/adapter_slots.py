@@ -15,7 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.adapter_table import MAX_PARTS, TILE_ROWS, AdapterTable, LoraPart
+from kernels.adapter_table import (
+    MAX_PARTS,
+    NUM_ADDRESSES,
+    TILE_ROWS,
+    AdapterTable,
+    LoraPart,
+)
 from kernels.lora_ops import MAX_RANK
 from rl.sampler.decode_state import send_to_device
 from rl.sampler.decoder_weights import DecoderWeights
@@ -145,7 +151,7 @@ class AdapterSlots:
         adapted = sorted({*self._tables}.union(*(of.keys() for of in adapters.values())))
         device = self._device
         size = len(adapted), self._num_slots
-        self._addresses = torch.zeros(*size, 2 + 3 * MAX_PARTS, dtype=torch.int64, device=device)
+        self._addresses = torch.zeros(*size, NUM_ADDRESSES, dtype=torch.int64, device=device)
         self._scales = torch.zeros(*size, MAX_PARTS, device=device)
         self.tiles = torch.zeros(
             self._count_tiles(self._max_rows), 1 + TILE_ROWS, dtype=torch.int32, device=device

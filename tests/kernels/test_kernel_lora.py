@@ -9,6 +9,7 @@ from interpreting import INTERPRETED
 
 from kernels import lora_ops
 from kernels.adapter_table import AdapterTable
+from kernels.device_checks import outputs_agree
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -75,24 +76,18 @@ def make_table(g, inputs, modules, adapter, present):
     """Build a table of three slots: the first is empty, the second has adapters on some of the
     modules, the third on all. `present`: whether the second has any.
     """
-    tables = [None, None]
-    for slot, of_slot in ((1, modules[::2]), (2, modules)):
+    device = torch.device("cpu")
+    table = AdapterTable.allocate(3, modules, inputs, 16, adapter, device)
+    for slot, of_slot in ((1, modules[::2] if present else ()), (2, modules)):
         parts, rank = [], 0
         for i, module in enumerate(of_slot):
             depth, width = (1, 5, 16)[(i + slot) % 3], module.stop - module.start
             b = (torch.randn(width, depth, generator=g) / depth**0.5).to(adapter)
-            parts.append((b, 0.5 * slot + i, module, slice(rank, rank + depth)))
+            parts.append((b, 0.5 * slot + 0.25 * i, module, slice(rank, rank + depth)))
             rank += depth
         a = (torch.randn(rank, inputs, generator=g) / inputs**0.5).to(adapter)
-        tables[slot - 1] = (a, parts)
-    adapters = [None, tables[0] if present else None, tables[1]]
-    table = AdapterTable(
-        adapters, torch.zeros(3, 11, dtype=torch.int64), torch.zeros(3, 3), modules, inputs, 16,
-        adapter,
-    )  # fmt: skip
-    for slot in range(3):
-        addresses, scales = table.describe(slot)
-        table.addresses[slot], table.scales[slot] = torch.tensor(addresses), torch.tensor(scales)
+        if parts:
+            table.write(slot, a, parts)
     return table
 
 
@@ -141,3 +136,16 @@ def test_each_row_gets_the_products_of_its_slot(adapter, kind, rounding, embeds)
         assert torch.equal(broken[others], result[others])
         assert bool(broken[~others].isnan().any(1).all())
         assert torch.equal(broken[slots == 0], y[slots == 0])
+
+
+def test_the_trial_compares_the_kernels_with_torch():
+    """Rows 37 to 39 are in no tile. A planted fault is seen."""
+    device, dtype = torch.device("cpu"), torch.float32
+    expected = lora_ops.run_row_lora_trial(False, device, dtype)
+    assert outputs_agree(expected, expected) and len(expected) == 4
+    if INTERPRETED:
+        get_implementation()
+        assert outputs_agree(lora_ops.run_row_lora_trial(True, device, dtype), expected)
+    wrong = [y.clone() for y in expected]
+    wrong[0][40, 3] += 0.01
+    assert not outputs_agree(tuple(wrong), expected)

@@ -293,7 +293,7 @@ def test_adapters_of_rows_are_torchs(adapter, embeds):
     g = torch.Generator().manual_seed(0)
     for rows, inputs in ((1, 896), (40, 4864), (600, 896)):
         modules = (slice(0, 896),) if embeds else (slice(0, 896), slice(896, 1024))
-        adapters = [None]
+        adapters = []
         for _ in range(2):
             a = (torch.randn(32 * len(modules), inputs, generator=g) / inputs**0.5).to(adapter)
             parts = []
@@ -312,22 +312,13 @@ def test_adapters_of_rows_are_torchs(adapter, embeds):
         x = x if embeds else torch.randn(rows, inputs, generator=g).bfloat16()
         y, results = torch.randn(rows, modules[-1].stop, generator=g).bfloat16(), []
         for device in ("cpu", "cuda"):
-            present = [
-                item and (item[0].to(device), [(b.to(device), *rest) for b, *rest in item[1]])
-                for item in adapters
-            ]
-            sizes = torch.zeros(3, 11, dtype=torch.int64), torch.zeros(3, 3)
-            table = AdapterTable(
-                present, *(t.to(device) for t in sizes), modules, inputs, 32, adapter
-            )
-            for slot in (1, 2):
-                addresses, scales = table.describe(slot)
-                table.addresses[slot] = torch.tensor(addresses, device=device)
-                table.scales[slot] = torch.tensor(scales, device=device)
+            table = AdapterTable.allocate(3, modules, inputs, 32, adapter, torch.device(device))
+            for slot, (a, parts) in enumerate(adapters, 1):
+                table.write(slot, a.to(device), [(b.to(device), *rest) for b, *rest in parts])
             out = y.to(device, copy=True)
             add_row_lora_(out, x.to(device), table, tiles.to(device))
             results.append(out.float().cpu())
-            present[2][0].fill_(torch.nan)
+            table.adapters[2][0].fill_(torch.nan)
             broken = y.to(device, copy=True)
             add_row_lora_(broken, x.to(device), table, tiles.to(device))
             assert torch.equal(broken.cpu()[slots != 2], out.cpu()[slots != 2])
