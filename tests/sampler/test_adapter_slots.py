@@ -96,6 +96,22 @@ def test_more_room_is_made_for_what_does_not_fit(base, change):
     assert engine.decoder.adapter_slots.layout == 2
 
 
+def test_running_rows_keep_their_adapters_when_more_room_is_made(base):
+    """Their tiles are the same, in new memory."""
+    engine = make_engine(base, adapt(base))
+    requests = [
+        make_request(prompt, 2, max_tokens=30, stop=[], problem=i, adapter_id=i % 2)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    for request in requests:
+        engine.add(request)
+    engine.step(), engine.step()
+    engine.decoder.add_adapter(2, adapt(base, 40), 0)
+    for request, response in zip(requests, engine.run(), strict=True):
+        check(engine.decoder.decoders[request.adapter_id], request, response)
+    assert engine.decoder.adapter_slots.layout == 2
+
+
 @pytest.mark.parametrize("change", [{"rank": MAX_RANK + 1}, {"dtype": torch.bfloat16}])
 def test_rows_of_what_no_slot_can_hold_run_on_the_host(base, change, monkeypatch):
     """Only while such rows are there."""

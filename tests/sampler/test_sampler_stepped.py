@@ -32,6 +32,7 @@ from rl.sampler.cuda_graphs import CUDAGraphRunner, row_buckets
 from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.paged_state import PagedState
 from rl.sampler.step_buffers import NO_PROCESSING, ProcessedRows
+from rl.sampler.token_counts import TokenCountTable
 from rl.sampler.token_sampling import MAX_BIASES
 from rl.types import SamplingParams
 
@@ -523,6 +524,31 @@ def test_penalties_that_exceed_the_table_are_applied_on_the_host(
     expected = run_requests(Engine(decoder, (3,)), requests)
     check_same(run_requests(multistep_engine(decoder, (3,)), requests), expected, 2e-6)
     assert bool(decodes) != fits
+
+
+def test_counts_are_written_when_a_row_starts_or_sampled_elsewhere(monkeypatch):
+    """Three launches count by themselves. A row that only the host samples joins for a few tokens;
+    after it the counts of the others are written anew.
+    """
+    decoder = make_decoder(tiny_model("qwen3", vocab_size=1500), kind="fast")
+    written, write = [], TokenCountTable._write_rows
+    monkeypatch.setattr(
+        TokenCountTable, "_write_rows", lambda *args: written.append(len(args[-1])) or write(*args)
+    )
+    engine, finished = multistep_engine(decoder, page=4), {}
+    requests = [make_request([4, 9, 2], 3, max_tokens=60, **PENALTIES[5], temperature=0.5)]
+    engine.add(requests[0])
+    for _ in range(4):
+        engine.step()
+    assert written == [3]
+    bias = dict.fromkeys(range(MAX_BIASES + 1), 0.5)
+    requests.append(make_request([5, 7], max_tokens=5, logit_bias=bias, problem=1))
+    engine.add(requests[1])
+    while engine.busy:
+        finished |= {done.request_id: done.result() for done in engine.step()}
+    assert written == [3, 3]
+    expected = run_requests(Engine(decoder), requests)
+    check_same([finished[0], finished[1]], expected, 2e-6)
 
 
 def test_temperatures_of_rows_beyond_a_bucket_stay_above_zero(decoder):
