@@ -157,6 +157,7 @@ class MultiAdapterDecoder(FastDecoder):
     """
 
     multi_adapter = True
+    adapter_slots: AdapterSlots
 
     def __init__(self, base: FastDecoder):
         super().__init__(base.architecture, base.weights)
