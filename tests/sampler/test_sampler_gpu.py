@@ -314,7 +314,9 @@ def test_adapters_of_rows_are_torchs(adapter, embeds):
         for device in ("cpu", "cuda"):
             table = AdapterTable.allocate(3, modules, inputs, 32, adapter, torch.device(device))
             for slot, (a, parts) in enumerate(adapters, 1):
-                table.write(slot, a.to(device), [(b.to(device), *rest) for b, *rest in parts])
+                table.write(
+                    slot, a.to(device, copy=True), [(b.to(device), *rest) for b, *rest in parts]
+                )
             out = y.to(device, copy=True)
             add_row_lora_(out, x.to(device), table, tiles.to(device))
             results.append(out.float().cpu())
