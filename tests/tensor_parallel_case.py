@@ -25,7 +25,7 @@ from sampler_models import (
     run_requests,
     tiny_model,
 )
-from test_sampler_stepped import LORA, SCENARIOS, make_processing, play_scenario
+from test_sampler_stepped import LORA, SCENARIOS, make_processing, mix_adapters, play_scenario
 
 from rl.distributed.collectives import RankGroup
 from rl.sampler import IdleKVCachePool, free_tp_graphs, make_decoder
@@ -52,10 +52,13 @@ def make_model(scale=1.0):
 
 def make_decoders(scenario, device="cpu", group=None):
     """Return the decoders of two versions of the weights."""
+    settings = {"device": device, "tp_group": group}
+    if scenario == "adapters of rows":
+        return [mix_adapters(make_model, **settings), None]
     models = [make_model(), make_model(1.1)]
     if scenario == "LoRA":
         models[0] = add_lora(models[0], LORA)
-    return [make_decoder(model, device=device, kind="fast", tp_group=group) for model in models]
+    return [make_decoder(model, kind="fast", **settings) for model in models]
 
 
 def make_requests(scenario, backend):
@@ -70,7 +73,7 @@ def play(scenario, decoders, make_engine, steps, backend="gloo"):
     `play_scenario`.
     """
     page, _, limits = SIZES[backend]
-    limits = limits if scenario == "tight pool" else {}
+    limits = limits if scenario.endswith("tight pool") else {}
     engine = make_engine(decoders[0], (3,), page=page, **limits)
     engine.expects_lengths = False
     return play_scenario(scenario, engine, make_requests(scenario, backend), decoders[1], steps)

@@ -3,8 +3,9 @@
 All inputs and outputs of a step are in buffers at fixed addresses. On CUDA the steps are graphs,
 captured for each bucket of rows; other devices call the same function directly, which verifies the
 graph. A graph refers to addresses: weights that are loaded in place (`Decoder.load_`) take effect
-at its next replay, while another decoder needs separate graphs. Adapters are captured unmerged,
-and so are the sums over the ranks of a tensor-parallel group, whose steps are the same.
+at its next replay, while another decoder needs separate graphs. Adapters are captured unmerged
+(those of rows by the addresses of their slots, adapter_slots.py), and so are the sums over the
+ranks of a tensor-parallel group, whose steps are the same.
 kv_cache_pool.py keeps graphs beyond the life of an engine.
 
 A finished row (`remaining` 0) still takes part: it writes to an unused block, and its token does
@@ -14,29 +15,27 @@ query heads, K key heads, D head width, V vocabulary, M rows with logits process
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet, ref
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels import SharedPages, compute_paged_attention, decode_ops, sample_tokens
 from rl.sampler.expert_layers import stack_choices
 from rl.sampler.forward_fast import FastForward, ForwardOps
+from rl.sampler.step_buffers import NO_PROCESSING, ProcessedRows, StepBuffers
+from rl.sampler.token_counts import MAX_COUNT
 from rl.sampler.token_sampling import (
-    MAX_BIASES,
     RowSamplingSettings,
     compute_untruncated_logprobs,
+    penalize_logits,
     sample_with_torch,
     truncate_logits,
 )
 from rl.sampler.token_sampling import sample_tokens as draw_from_logits
-from rl.types import TRUNCATION_DEFAULTS
 
 # Logits that are processed at once, and the most bytes of temporaries for each: while they are
 # sorted, two copies of them (8), the sorted logits and their indices (12), and what torch's sort
@@ -46,146 +45,6 @@ _LOGITS_AT_ONCE, _BYTES_PER_LOGIT = 1 << 21, 52
 _STEP_OUTPUTS = ("token", "position", "remaining", "at", "tokens", "logprobs", "experts")
 # set to 0 before a step that captures: groups of an earlier batch name rows outside of the bucket
 _CLEARED = ("remaining", "at", "shares", "order", "place", "group", "starts", "shared_length")
-
-
-class ProcessedRows(NamedTuple):
-    """Describe the rows with logits processing: those whose next token is sampled from adjusted or
-    truncated logits. `bucket`: their number, rounded up (`processed_bucket`). `truncates`: whether
-    some of them are truncated.
-    """
-
-    bucket: int = 0
-    truncates: bool = False
-
-
-NO_PROCESSING = ProcessedRows()
-
-
-def _buffer(dims: str, dtype: torch.dtype = torch.int64) -> Any:
-    """Describe a buffer: its dimensions, as `StepBuffers.allocate` names them, and its dtype."""
-    return field(metadata={"dims": dims, "dtype": dtype})
-
-
-@dataclass(frozen=True, slots=True)
-class StepBuffers:
-    """Hold the inputs and outputs of a step, for the largest number of rows; `allocate` sets the
-    sizes.
-
-    By row: the `token` to feed, its `position`, the number of `remaining` tokens to sample (0:
-    finished), `skip` positions that are in shared blocks, `table` of the other blocks, `stop_row`
-    of `stops`. `shares` to `shared_length` are `kernels.SharedPages`. `at`: the step since the last
-    host synchronization; it selects the row of `uniform`, `tokens` and `logprobs`. `packed`: the
-    memory of the buffers with an entry for each row or group, a line each, so that a single copy
-    fills them (`pack`).
-
-    By row with logits processing: its `processed_row`, with repeated rows up to a bucket, its
-    `limits` (`find_limits`), whether its logprob is `untruncated`, its set of `biases` of
-    `bias_tokens` (after the last, biases of 0 for different tokens: many additions to one address
-    are slow), and the `stop_limit`: while more tokens remain, it may not
-    sample its stop ids.
-    """
-
-    token: Tensor = _buffer("R")
-    position: Tensor = _buffer("R")
-    remaining: Tensor = _buffer("R")
-    skip: Tensor = _buffer("R")
-    table: Tensor = _buffer("RB", torch.int32)
-    stop_row: Tensor = _buffer("R")
-    temperature: Tensor = _buffer("R", torch.float32)  # above 0; 1 for greedy rows
-    greedy: Tensor = _buffer("R", torch.bool)
-    processed_row: Tensor = _buffer("R")
-    limits: Tensor = _buffer("LR", torch.float64)
-    untruncated: Tensor = _buffer("R", torch.bool)
-    stop_limit: Tensor = _buffer("R")
-    bias_set: Tensor = _buffer("R")
-    bias_tokens: Tensor = _buffer("TE")
-    biases: Tensor = _buffer("TE", torch.float32)
-    shares: Tensor = _buffer("R", torch.bool)  # whether the row is in a group
-    order: Tensor = _buffer("R")
-    place: Tensor = _buffer("R")
-    group: Tensor = _buffer("R")
-    starts: Tensor = _buffer("+", torch.int32)  # start of each group's rows in `order`
-    shared_table: Tensor = _buffer("GB", torch.int32)
-    shared_length: Tensor = _buffer("G", torch.int32)  # positions
-    stops: Tensor = _buffer("CV", torch.bool)
-    at: Tensor = _buffer("1")
-    uniform: Tensor = _buffer("SR", torch.float64)
-    tokens: Tensor = _buffer("SR")
-    logprobs: Tensor = _buffer("SR", torch.float32)
-    experts: Tensor = _buffer("SRK", torch.int16)  # of the fed tokens
-    packed: Tensor = _buffer("NY", torch.uint8)
-
-    @classmethod
-    def allocate(
-        cls,
-        rows: int,
-        blocks: int,
-        steps: int,
-        conditions: int,
-        vocab: int,
-        device: torch.device,
-        choices: int = 0,
-    ) -> StepBuffers:
-        """Allocate the buffers: zeros, and temperature 1. `choices`: recorded experts per token.
-
-        Dimensions: R rows, G groups, + groups and 1 more, B blocks of a table, S steps, C stop
-        conditions, V vocabulary, K choices, L parameters that truncate, T sets of biases (of each
-        row, and an empty one), E biases of a set, N packed buffers, Y bytes.
-        """
-        packed = _find_packed_buffers()
-        groups = max(rows // 2, 1)
-        sizes = {"R": rows, "G": groups, "+": groups + 1, "B": blocks, "S": steps, "1": 1}
-        sizes |= {"C": conditions, "V": vocab, "K": choices, "L": len(TRUNCATION_DEFAULTS)}
-        sizes |= {"T": rows + 1, "E": min(MAX_BIASES, vocab), "N": len(packed), "Y": 8 * rows}
-        buffers = {
-            buffer.name: torch.zeros(
-                [sizes[dim] for dim in buffer.metadata["dims"]],
-                dtype=buffer.metadata["dtype"],
-                device=device,
-            )
-            for buffer in fields(cls)
-        }
-        for line, name in zip(buffers["packed"].unbind(), packed, strict=True):
-            buffers[name] = line.view(buffers[name].dtype).narrow(0, 0, len(buffers[name]))
-        buffers["temperature"].fill_(1.0)
-        return cls(**buffers)
-
-    @staticmethod
-    def pack(rows: int, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the first bytes of `packed`, for `rows` rows: these values, then zeros. Values of
-        other names are ignored.
-        """
-        dtypes = _find_packed_buffers()
-        packed = np.zeros((len(dtypes), 8 * rows), np.uint8)
-        for line, (name, dtype) in zip(packed, dtypes.items(), strict=True):
-            if name in values:
-                line.view(dtype)[: len(values[name])] = values[name]
-        return packed
-
-    def first_rows(self, rows: int) -> StepBuffers:
-        """Return views of the first `rows` rows.
-
-        `narrow` is used because Python's indexing queries the device even of fake tensors.
-        """
-        groups, views = max(rows // 2, 1), dict[str, Tensor]()
-        counts = {"R": rows, "G": groups, "+": groups + 1}
-        for buffer in fields(self):
-            view = getattr(self, buffer.name)
-            for dim, name in enumerate(buffer.metadata["dims"]):
-                if name in counts:
-                    view = view.narrow(dim, 0, counts[name])
-            views[buffer.name] = view
-        return StepBuffers(**views)
-
-
-@cache
-def _find_packed_buffers() -> dict[str, np.dtype]:
-    """Return the numpy dtype of each buffer of `StepBuffers.packed`, in order."""
-    return {
-        buffer.name: np.dtype(str(buffer.metadata["dtype"]).removeprefix("torch."))
-        for buffer in fields(StepBuffers)
-        if buffer.metadata["dims"] in ("R", "G", "+")
-    }
 
 
 def decode_step(
@@ -227,15 +86,17 @@ def decode_step(
         )
         return compute_paged_attention(q, kv[index], table, length, groups, layer.bounds).flatten(1)
 
-    hidden = model.forward(b.token, attend, None, None, choices, _DEVICE_OPS)
+    slots = model.adapter_slots
+    tiles = None if slots is None else slots.select_tiles(rows)
+    hidden = model.forward(b.token, attend, tiles, None, choices, _DEVICE_OPS)
     uniform = b.uniform.index_select(0, b.at).squeeze(0)
-    token, logprob = _sample(model, hidden, uniform, b.temperature, b.greedy)
-    most = _count_rows_at_once(model.vocab_size)
-    for first in range(0, processed.bucket, most):
-        part = ProcessedRows(min(most, processed.bucket - first), processed.truncates)
-        index, new_token, new_logprob = _sample_processed(model, hidden, uniform, b, first, part)
-        token = token.index_copy(0, index, new_token)
-        logprob = logprob.index_copy(0, index, new_logprob)
+    logits = None if _has_plain_head(model, hidden) else model.head(hidden, tiles)
+    token, logprob = _sample(model, hidden, logits, uniform, b.temperature, b.greedy)
+    for index, *sampled in _sample_processed(model, hidden, logits, uniform, b, processed):
+        token = token.index_copy(0, index, sampled[0])
+        logprob = logprob.index_copy(0, index, sampled[1])
+    if processed.penalizes:
+        _count_tokens(b, token, processed.bucket)
     _record_tokens(b, token, logprob, choices)
 
 
@@ -271,6 +132,18 @@ def _locate_cache_entries(b: StepBuffers, kv: Tensor) -> tuple[Tensor, Tensor, T
     return block, b.position % block_size, (private_position + 1).int().masked_fill_(ended, 1)
 
 
+def _count_tokens(b: StepBuffers, token: Tensor, bucket: int) -> None:
+    """Count the sampled tokens [R] of the rows with penalties that have not finished. This follows
+    all parts of the rows with logits processing: the last may repeat a row of the first.
+    """
+    index, count_row, counted = (
+        values.narrow(0, 0, bucket) for values in (b.processed_row, b.count_row, b.counted)
+    )
+    lives = b.remaining.index_select(0, index) > 0
+    place = count_row * b.counts.shape[1] + token.index_select(0, index)
+    b.counts.view(-1).index_add_(0, place, counted * lives)
+
+
 def _record_tokens(
     b: StepBuffers, token: Tensor, logprob: Tensor, choices: list[Tensor] | None
 ) -> None:
@@ -289,16 +162,28 @@ def _record_tokens(
     b.at.add_(1)
 
 
-def _sample(
-    model: FastForward, hidden: Tensor, uniform: Tensor, temperature: Tensor, greedy: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Sample tokens and logprobs, without storing logits if the head is a plain matrix."""
+def _has_plain_head(model: FastForward, hidden: Tensor) -> bool:
+    """Return whether the head is a plain matrix, so that a sample needs no stored logits."""
     head = model.head
-    plain = head.adapter is None and head.bias is None and not head.softcap
-    if plain and hidden.dtype == head.weight.dtype:
+    adapted = head.adapter is not None or head.table is not None
+    plain = not adapted and head.bias is None and not head.softcap
+    return plain and hidden.dtype == head.weight.dtype
+
+
+def _sample(
+    model: FastForward,
+    hidden: Tensor,
+    logits: Tensor | None,
+    uniform: Tensor,
+    temperature: Tensor,
+    greedy: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Sample tokens and logprobs. `logits`: None if the head is a plain matrix."""
+    if logits is None:
+        head = model.head
         return sample_tokens(hidden, head.weight, temperature, uniform, greedy, head.shard)
     settings = RowSamplingSettings(temperature_N=temperature, greedy_N=greedy)
-    return _share_sample(model, *draw_from_logits(head(hidden), uniform, settings))
+    return _share_sample(model, *draw_from_logits(logits, uniform, settings))
 
 
 def _share_sample(model: FastForward, token: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
@@ -315,22 +200,42 @@ def _share_sample(model: FastForward, token: Tensor, logprob: Tensor) -> tuple[T
 def _sample_processed(
     model: FastForward,
     hidden: Tensor,
+    logits: Tensor | None,
+    uniform: Tensor,
+    b: StepBuffers,
+    processed: ProcessedRows,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the rows with logits processing in parts: their indices, tokens and logprobs, [M] each.
+    `logits`: those of all rows, if they are stored.
+    """
+    most = _count_rows_at_once(model.vocab_size)
+    for first in range(0, processed.bucket, most):
+        part = processed._replace(bucket=min(most, processed.bucket - first))
+        yield _sample_part(model, hidden, logits, uniform, b, first, part)
+
+
+def _sample_part(
+    model: FastForward,
+    hidden: Tensor,
+    all_logits: Tensor | None,
     uniform: Tensor,
     b: StepBuffers,
     first: int,
     part: ProcessedRows,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows of a part of those with logits processing, from `first` on, their tokens and
-    logprobs, [M] each. This is `sample_next_tokens` without penalties.
-    """
+    """Return a part of `_sample_processed`, from `first` on. This is `sample_next_tokens`."""
 
     def select(values: Tensor) -> Tensor:
         return values.narrow(-1, first, part.bucket)
 
     index = select(b.processed_row)
-    logits = model.head(hidden.index_select(0, index)).float()
+    logits = (
+        model.head(hidden.index_select(0, index))
+        if all_logits is None
+        else all_logits.index_select(0, index)
+    ).float()
     temperature = b.temperature.index_select(0, index).unsqueeze(1)
-    scaled = _adjust_logits(logits, b, index, select(b.bias_set), select(b.stop_limit))
+    scaled = _adjust_logits(logits, b, index, first, part)
     scaled.div_(temperature)
     if part.truncates:
         scaled = truncate_logits(scaled, *select(b.limits).unbind(0))
@@ -342,15 +247,25 @@ def _sample_processed(
 
 
 def _adjust_logits(
-    logits: Tensor, b: StepBuffers, index: Tensor, bias_set: Tensor, stop_limit: Tensor
+    logits: Tensor, b: StepBuffers, index: Tensor, first: int, part: ProcessedRows
 ) -> Tensor:
-    """Return the logits [M, V] of the rows `index` [M] with biases, and -inf for stop ids in rows
-    that may not stop yet. `bias_set`, `stop_limit` [M]: see `StepBuffers`.
+    """Return the logits [M, V] of the rows `index` [M] with biases and penalties, and -inf for stop
+    ids in rows that may not stop yet. `first`, `part`: see `_sample_part`.
     """
+
+    def select(values: Tensor) -> Tensor:
+        return values.narrow(-1, first, part.bucket)
+
+    bias_set, stop_limit = select(b.bias_set), select(b.stop_limit)
     tokens, biases = b.bias_tokens.index_select(0, bias_set), b.biases.index_select(0, bias_set)
     is_early = b.remaining.index_select(0, index) > stop_limit
     is_stop = b.stops.index_select(0, b.stop_row.index_select(0, index))
     adjusted = logits.scatter_add(1, tokens, biases)
+    if part.penalizes:
+        counts = b.counts.index_select(0, select(b.count_row))
+        penalties = select(b.penalties).unsqueeze(-1).unbind()
+        times = counts.bitwise_and(MAX_COUNT)
+        adjusted = penalize_logits(adjusted, times, counts > 0, *penalties)
     return adjusted.masked_fill_(is_stop.logical_and_(is_early.unsqueeze(1)), -torch.inf)
 
 
@@ -431,6 +346,7 @@ class CUDAGraphRunner:
         self.ropes = model.rope_tables(self.max_blocks * kv[0].shape[2])
         # by rows, whether blocks are shared, and rows with logits processing
         self._graphs: dict[tuple[int, bool, ProcessedRows], torch.cuda.CUDAGraph] = {}
+        self._layout = 0  # of the adapters' tables that the graphs read
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None  # of all captures: they share memory by it
         if model.tp_group is not None:
@@ -451,6 +367,13 @@ class CUDAGraphRunner:
     def bucket_for(self, rows: int) -> int:
         """Return the smallest bucket that holds `rows` rows."""
         return next(size for size in self.buckets if size >= rows)
+
+    def follow_layout(self) -> None:
+        """Free the graphs if the tables of the adapters of rows have been rebuilt."""
+        slots = self.model.adapter_slots
+        if slots is not None and slots.layout != self._layout:
+            self._layout = slots.layout
+            self.free_graphs()
 
     def free_graphs(self) -> None:
         """Free all graphs. They are captured again if steps follow."""
@@ -497,16 +420,22 @@ class CUDAGraphRunner:
         """
         shared = rows > 1 and (shared or (rows, True, processed) in self._graphs)
         if (rows, shared, processed) not in self._graphs:
-            changed = {*_STEP_OUTPUTS, *_CLEARED}
-            saved = {name: getattr(self.buffers, name).clone() for name in changed}
+            changed = self._buffers_of({*_STEP_OUTPUTS, *_CLEARED})
+            saved = [buffer.clone() for buffer in changed]
             sizes = [rows] if processed.bucket else [size for size in self.buckets if size <= rows]
             for size in reversed(sizes):
                 key = (size, shared and size > 1, processed)
                 if key not in self._graphs:
                     self._graphs[key] = self._capture(*key)
-            for name, before in saved.items():
-                getattr(self.buffers, name).copy_(before)
+            for buffer, before in zip(changed, saved, strict=True):
+                buffer.copy_(before)
         return self._graphs[rows, shared, processed]
+
+    def _buffers_of(self, names: Iterable[str]) -> list[Tensor]:
+        """Return the buffers of these names, and the tiles of the adapters of rows."""
+        slots = self.model.adapter_slots
+        tiles = [] if slots is None else [slots.tiles]
+        return [*(getattr(self.buffers, name) for name in names), *tiles]
 
     def _capture(self, rows: int, shared: bool, processed: ProcessedRows) -> torch.cuda.CUDAGraph:
         """Capture a graph of a single step; this writes to the buffers and to the unused block."""
@@ -518,8 +447,8 @@ class CUDAGraphRunner:
             stream.wait_stream(torch.cuda.current_stream())
             # warm-up: compiles kernels and allocates workspaces, which a capture may not do
             with torch.cuda.stream(stream):
-                for name in _CLEARED:
-                    getattr(b, name).zero_()
+                for buffer in self._buffers_of(_CLEARED):
+                    buffer.zero_()
                 decode_step(*step_args)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()

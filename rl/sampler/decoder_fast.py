@@ -19,6 +19,7 @@ from kernels import AttentionBounds
 from rl.errors import UserError
 from rl.layers import describe_layers, unwrap_model
 from rl.models import is_value_head_parameter
+from rl.sampler.adapter_slots import AdapterSlots
 from rl.sampler.contiguous_state import ContiguousState
 from rl.sampler.decode_state import Prompt
 from rl.sampler.decoder import Decoder, NamedTensors
@@ -156,13 +157,15 @@ class MultiAdapterDecoder(FastDecoder):
     """
 
     multi_adapter = True
+    adapter_slots: AdapterSlots
 
     def __init__(self, base: FastDecoder):
         super().__init__(base.architecture, base.weights)
         self.base_decoder = base
         self.decoders: dict[int, FastDecoder] = {}
         self.versions: dict[int, int] = {}
-        self._names: dict[int, str] = {}
+        self.names: dict[int, str] = {}  # of the weights, by their number
+        self.adapter_slots = AdapterSlots([*self.iter_adaptable_modules()], self.weights)
         self._num_added = 0
 
     def check_adapter(self, adapter_id: int | None) -> None:
@@ -183,7 +186,7 @@ class MultiAdapterDecoder(FastDecoder):
             )
         if self.decoders.get(adapter_id) is not decoder:
             self._num_added += 1
-            self._names[adapter_id] = str(self._num_added)
+            self.names[adapter_id] = str(self._num_added)
         self.decoders[adapter_id], self.versions[adapter_id] = decoder, version
         for projection, other in zip(
             self.iter_adaptable_modules(), decoder.iter_adaptable_modules(), strict=True
@@ -194,13 +197,14 @@ class MultiAdapterDecoder(FastDecoder):
                 projection.row_lora[adapter_id] = other.adapter  # type: ignore[assignment]
 
     def weights_name(self, adapter_id: int | None) -> str:
-        return self._names[adapter_id or 0]
+        return self.names[adapter_id or 0]
 
     def remove_adapter(self, adapter_id: int) -> None:
         """Remove the weights of `adapter_id`."""
         self.decoders.pop(adapter_id)
         self.versions.pop(adapter_id)
-        self._names.pop(adapter_id)
+        self.names.pop(adapter_id)
+        self.adapter_slots.remove(adapter_id)
         for projection in self.iter_adaptable_modules():
             projection.row_lora.pop(adapter_id, None)
 

@@ -17,19 +17,22 @@ import torch
 from torch import Tensor
 
 from rl.sampler.block_tables import private_tables, split_block_tables
-from rl.sampler.cuda_graphs import (
-    CUDAGraphRunner,
-    ProcessedRows,
-    StepBuffers,
-    processed_bucket,
-)
+from rl.sampler.cuda_graphs import CUDAGraphRunner, processed_bucket, row_buckets
 from rl.sampler.decode_state import send_to_device
+from rl.sampler.decoder_fast import MultiAdapterDecoder
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import SequenceGroup
+from rl.sampler.step_buffers import ProcessedRows, StepBuffers
 from rl.sampler.stop_conditions import StopTable
-from rl.sampler.token_sampling import find_adjusted_rows, find_limits, find_truncated_rows
+from rl.sampler.token_counts import PENALTIES, TokenCountTable
+from rl.sampler.token_sampling import (
+    find_adjusted_rows,
+    find_host_rows,
+    find_limits,
+    find_truncated_rows,
+)
 
 
 @dataclass(slots=True)
@@ -55,8 +58,7 @@ class Chunk:
 
 
 class DeviceSteps:
-    """Launch steps of `rows`, whose keys and values are in `state`. `find_host_rows` returns rows
-    that cannot take part.
+    """Launch steps of `rows`, whose keys and values are in `state`, while `can_run`.
 
     `groups`: the requests of the rows, by id. `max_positions`: the most positions of a sequence.
     """
@@ -83,9 +85,26 @@ class DeviceSteps:
         self._stop_table_copy: tuple[StepBuffers | None, np.ndarray | None] = (None, None)
         # step buffers that hold biases, and the requests of their sets
         self._biases_copy: tuple[StepBuffers | None, list[int]] = (None, [])
+        self._counts = TokenCountTable()  # of rows with penalties
         self._skip = np.zeros(0, np.int64)  # positions of the device rows in shared blocks
+        self._tiles = np.zeros((0, 0), np.int32)  # of the adapters of rows, on the device
+        self._layout = 0  # of their tables (`AdapterSlots.layout`)
         # block tables of the device rows; -1: unknown
         self._tables: tuple[StepBuffers | None, np.ndarray] = (None, np.zeros((0, 0), np.int32))
+
+    def can_run(self) -> bool:
+        """Return whether steps of the device can sample all rows."""
+        decoder = self._state.decoder
+        if isinstance(decoder, MultiAdapterDecoder):
+            decoder.adapter_slots.update(decoder.names, row_buckets(self._max_rows)[-1])
+            if not decoder.adapter_slots.holds(self._find_adapters()):
+                return False
+        return not find_host_rows(self._rows, decoder.vocab_size).any()
+
+    def _find_adapters(self) -> np.ndarray:
+        """Return the number of each row's adapter, [N]."""
+        numbers = np.array([prompt.adapter_id for prompt in self._state.prompts], np.int64)
+        return numbers[self._state.prompt_of_row]
 
     def remaining_tokens(self) -> np.ndarray:
         """Return the number of tokens that each row may still sample, [N]."""
@@ -115,6 +134,7 @@ class DeviceSteps:
         shared = bool(prefixes[1].any())
         runner.prepare(most_rows, shared or may_share)
         self._upload_rows(runner.buffers, bucket, remaining, written, *prefixes)
+        self._upload_tiles(bucket)
         processed = self._upload_processing(runner.buffers, bucket)
         graph = (bucket, shared, processed)
         return self._run(runner, *graph, self._rows.uniforms_ahead(count), np.arange(rows))
@@ -134,6 +154,7 @@ class DeviceSteps:
         runner.run(bucket, min(width, runner.max_blocks), shared, len(uniforms), processed)
         self.num_syncs += 1
         count, rows = uniforms.shape
+        self._counts.advance(count)
         return self._start_copy(count, rows, shared, processed, columns)
 
     def launch_next(self, chunk: Chunk, most: int) -> Chunk | None:
@@ -169,6 +190,7 @@ class DeviceSteps:
         """Wait for a chunk, if there is one, and drop all positions without recorded tokens. Until
         then the device writes to their blocks.
         """
+        self._counts.forget()
         if chunk is not None and len(self._rows):
             chunk.read()
             manager = self._state.block_manager
@@ -201,7 +223,9 @@ class DeviceSteps:
             self.steps_per_sync,
             len(table),
             decoder.num_choices if self._state.records_experts else 0,
+            int(self._rows["penalizes"].sum()),
         )
+        runner.follow_layout()
         buffers, copied_table = self._stop_table_copy
         if buffers is not runner.buffers or copied_table is not table:
             upload(runner.buffers.stops, table)
@@ -239,6 +263,15 @@ class DeviceSteps:
         }
         upload(b.packed, b.pack(bucket, inputs))
 
+    def _upload_tiles(self, bucket: int) -> None:
+        """Copy the slots of the rows' adapters to the device, unless it holds them."""
+        slots = self._state.decoder.adapter_slots
+        if slots is not None:
+            tiles = slots.make_tiles(slots.find_slots(self._find_adapters()), bucket)
+            if self._layout != slots.layout or not np.array_equal(tiles, self._tiles):
+                upload(slots.select_tiles(bucket), tiles)
+            self._tiles, self._layout = tiles, slots.layout
+
     def _upload_tables(self, b: StepBuffers, rows: np.ndarray | slice, tables: np.ndarray) -> None:
         """Copy the private block tables of these device rows that have changed to the device."""
         if self._tables[0] is not b:
@@ -261,7 +294,8 @@ class DeviceSteps:
         truncates = find_truncated_rows(self._rows, self._state.decoder.vocab_size)
         index = np.flatnonzero(truncates | find_adjusted_rows(self._rows, ahead))
         count = processed_bucket(len(index), bucket)
-        return index, ProcessedRows(count, bool(truncates.any()))
+        penalizes = bool(self._rows["penalizes"].any())
+        return index, ProcessedRows(count, bool(truncates.any()), penalizes)
 
     def _upload_processing(self, b: StepBuffers, bucket: int) -> ProcessedRows:
         """Copy the settings of the rows with logits processing to the device; return their
@@ -270,7 +304,6 @@ class DeviceSteps:
         rows, (index, processed) = self._rows, self._find_processed_rows(bucket)
         if not processed.bucket:
             return processed
-        index = _pad_to(index, processed.bucket, index[0])
         inputs = {
             "processed_row": index,
             "limits": find_limits(rows, index, self._state.decoder.vocab_size),
@@ -278,9 +311,24 @@ class DeviceSteps:
             "stop_limit": (rows["max_tokens"] - rows["min_tokens"])[index],
             "bias_set": self._upload_biases(b, index),
         }
+        if processed.penalizes:
+            inputs["count_row"] = self._upload_counts(b, index)
+            inputs["penalties"] = np.array([rows[name][index] for name in PENALTIES], np.float32)
+            upload(b.counted, _pad_to(rows["penalizes"][index].astype(np.int16), processed.bucket))
+        padded = _pad_to(np.arange(len(index)), processed.bucket)  # the first row is repeated
         for name, values in inputs.items():
-            upload(getattr(b, name), values)
+            upload(getattr(b, name), values[..., padded])
         return processed
+
+    def _upload_counts(self, b: StepBuffers, index: np.ndarray) -> np.ndarray:
+        """Write the token counts of the rows with penalties among the rows `index` [M] to the
+        device, unless it holds them; return the row of the table of each row [M]. The last has no
+        counts.
+        """
+        rows, penalizes = self._rows, self._rows["penalizes"][index]
+        count_row = np.full(len(index), len(b.counts) - 1)
+        count_row[penalizes] = self._counts.write(b.counts, rows, self._groups, index[penalizes])
+        return count_row
 
     def _upload_biases(self, b: StepBuffers, index: np.ndarray) -> np.ndarray:
         """Copy the biases of the requests of the rows `index` [M] to the device, unless it holds

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kernels import check_kernels_agree
+from kernels.lora_ops import run_row_lora_trial
 from rl.errors import warn_on_rank_zero
 from rl.sampler.decoder import Decoder
 from rl.sampler.decoder_factory import find_decoder_features
@@ -42,8 +44,9 @@ def make_engine(
     "plain": a contiguous KV cache for each batch. "paged": a paged KV cache, and several steps per
     host sync (CUDA graphs on CUDA) unless a feature excludes them. "auto": plain on a CPU, and
     where a feature excludes several steps per host sync. On CUDA, "auto" is otherwise paged if both
-    engines returned the same samples on this device in a trial (about a second, run once); if not,
-    a warning is printed and "auto" is plain. Ranks that split the decoder choose the same.
+    engines returned the same samples on this device in a trial (about a second, run once), and with
+    adapters per row if their kernels agree with torch; if not, a warning is printed and "auto" is
+    plain. Ranks that split the decoder choose the same.
 
     `idle_pool` provides the KV cache pool of an earlier paged engine, and receives the pool when
     this engine is closed. `sizes`: see `Engine`. `features`: "adapters per row" (the engine samples
@@ -61,14 +64,29 @@ def make_engine(
     settings["record_experts"] = "router replay" in present
     device_steps = find_conflict({*present, "device steps"}) is None
     if cache == "auto" and fast is not None and device_steps and fast.device.type == "cuda":
-        cache = "paged" if _find_paged_failure(fast) is None else "plain"
+        runs = _find_paged_failure(fast) is None
+        runs = runs and ("adapters per row" not in present or _can_mix_adapters(fast))
+        cache = "paged" if runs else "plain"
     if "adapters per row" in present:
         assert isinstance(decoder.base, FastDecoder), "adapters per row need a decoder with a base"
-        decoder = MultiAdapterDecoder(decoder.base)
+        reused = None if idle_pool is None else idle_pool.take_mixed_decoder(decoder.base)
+        decoder = reused or MultiAdapterDecoder(decoder.base)
     if cache == "paged":
         settings |= {"block_size": BLOCK_SIZE, "idle_pool": idle_pool, "sizes": sizes}
         settings["steps_per_sync"] = STEPS_PER_SYNC if device_steps else None
-    return Engine(decoder, **settings)
+    engine = Engine(decoder, **settings)
+    if "adapters per row" in present:
+        engine.owns_decoder = True
+    return engine
+
+
+def _can_mix_adapters(decoder: FastDecoder) -> bool:
+    """Return whether the kernels for adapters of rows give this device the numbers of torch."""
+    index = decoder.device.index
+    index = torch.cuda.current_device() if index is None else index
+    names = "the kernel for adapters of rows", "the plain engine"
+    agrees = check_kernels_agree(run_row_lora_trial, index, decoder.dtype, names)
+    return all_ranks_agree(decoder.tp_group, agrees, decoder.device)
 
 
 # Why a device does not support the paged engine (None: it does), by architecture, dtype and device.

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from kernels import AttentionBounds
 from kernels.decode_ops import rms_norm, rotate_heads
 from rl.sampler import cpu_kernels
+from rl.sampler.adapter_slots import AdapterSlots
 from rl.sampler.cpu_kernels import CpuKernels
 from rl.sampler.decode_state import LogitsReader, Prompt, pad_right, send_to_device, store_experts
 from rl.sampler.decoder import MAX_LOGITS_PER_SLICE, batch_prompts
@@ -176,6 +177,8 @@ class FastForward:
     """
 
     multi_adapter: bool
+    # places of the adapters of rows, of a decoder that mixes them
+    adapter_slots: AdapterSlots | None = None
 
     def __init__(self, architecture: DecoderArchitecture, weights: DecoderWeights):
         self.architecture, self.weights = architecture, weights

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from rl.sampler.cuda_graphs import CUDAGraphRunner, StepBuffers, row_buckets
+from rl.sampler.cuda_graphs import CUDAGraphRunner, row_buckets
 from rl.sampler.forward_fast import FastForward
+from rl.sampler.step_buffers import StepBuffers
 from rl.sampler.tensor_parallel import all_ranks_agree
+from rl.sampler.token_counts import MAX_COUNTS
 
 _INITIAL_STOP_CONDITIONS = 16  # initial number of stop conditions
+_INITIAL_COUNTED = 16  # initial number of rows with penalties, when the first comes
 _MAX_MEMORY_FRACTION = 0.85  # maximum fraction of device memory for learning and the kept pool
 
 
@@ -43,14 +47,17 @@ class KVCachePool:
             torch.zeros(shape, dtype=decoder.dtype, device=decoder.device) for _ in decoder.layers
         ]
         self.kept_during_learning = False  # the pool was kept while a learner ran
+        # decoder of several adapters (without any) whose graphs the pool holds, for the next engine
+        self.mixed_decoder: FastForward | None = None
         self._buffers: StepBuffers | None = None
         self._sizes: tuple[int, ...] = ()  # of the buffers
         self._steps: WeakKeyDictionary[FastForward, CUDAGraphRunner] = WeakKeyDictionary()
 
     @property
     def bytes(self) -> int:
-        """Return the size of the pool in bytes."""
-        return sum(tensor.nbytes for tensor in self.kv)
+        """Return the size of the pool in bytes, with the token counts of rows with penalties."""
+        counts = 0 if self._buffers is None else self._buffers.counts.nbytes
+        return sum(tensor.nbytes for tensor in self.kv) + counts
 
     def fits(self, decoder: FastForward, min_blocks: int, max_blocks: int, block_size: int) -> bool:
         """Return whether the pool has the decoder's shape and enough blocks, but not too many."""
@@ -70,24 +77,29 @@ class KVCachePool:
         steps_per_sync: int,
         conditions: int,
         choices: int = 0,
+        counted: int = 0,
     ) -> CUDAGraphRunner:
         """Return the step graphs of the decoder.
 
         If the sizes differ from the present buffers, the buffers and the graphs of all decoders are
         rebuilt. `max_rows`: rows, `table_width`: blocks of a table, `steps_per_sync`: steps per
-        host sync, `conditions`: number of stop conditions, `choices`: recorded experts of a token.
+        host sync, `conditions`: number of stop conditions, `choices`: recorded experts of a token,
+        `counted`: rows with penalties.
         """
         rows, vocab = row_buckets(max_rows)[-1], decoder.vocab_size
         sizes = (rows, table_width, steps_per_sync, vocab, choices)
         b = self._buffers if sizes == self._sizes else None
-        if b is None or len(b.stops) < conditions:
-            room = _INITIAL_STOP_CONDITIONS
+        if b is None or len(b.stops) < conditions or len(b.counts) <= counted:
+            room, count_rows = _INITIAL_STOP_CONDITIONS, _INITIAL_COUNTED if counted else 0
             while room < conditions:
                 room *= 2
+            while count_rows < counted:
+                count_rows *= 4
             self._steps.clear()
             b = StepBuffers.allocate(
-                rows, table_width, steps_per_sync, room, vocab, decoder.device, choices
-            )
+                rows, table_width, steps_per_sync, room, vocab, decoder.device, choices,
+                min(count_rows, rows, max(MAX_COUNTS // vocab, counted)),
+            )  # fmt: skip
             self._buffers, self._sizes = b, sizes
         runner = self._steps.get(decoder)
         if runner is None:
@@ -129,6 +141,16 @@ class IdleKVCachePool:
             return idle
         del idle
         return KVCachePool(decoder, min_blocks, block_size)
+
+    def take_mixed_decoder(self, base: Any) -> Any:
+        """Return the decoder of several adapters on this base whose graphs the idle pool holds, or
+        None.
+        """
+        decoder: Any = None if self._idle is None else self._idle.mixed_decoder
+        if self._idle is None or decoder is None or decoder.base_decoder is not base:
+            return None
+        self._idle.mixed_decoder = None
+        return decoder
 
     def store(self, pages: KVCachePool) -> None:
         """Store an idle pool for the next engine."""

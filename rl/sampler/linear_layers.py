@@ -1,7 +1,7 @@
 """Compute the linear layers of a decoder: a matrix plus unmerged LoRA adapters, as PEFT adds them.
 
 A matrix may carry several adapters (`Projection.row_lora`), each for some of the rows: the matrix
-is read once for all of them.
+is read once for all of them. Steps of a device read them through a table (adapter_slots.py).
 
 On a CPU, large float32 matrices have a second copy in the layout that oneDNN reads fastest. A plain
 torch product reads the matrix in its stored layout and reorders it in each step. On a CPU with
@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kernels.lora_ops import add_lora_
+from kernels.adapter_table import AdapterTable
+from kernels.lora_ops import add_lora_, add_row_lora_
 from rl.sampler.precision import linear_fp32
 from rl.sampler.prefix_attention import cap_scores
 from rl.sampler.tensor_parallel import (
@@ -34,8 +35,9 @@ from rl.sampler.tensor_parallel import (
     shard_range,
 )
 
-# (number of the adapter, indices of its rows in the first dimension; None: all rows).
-RowAdapters = Sequence[tuple[int, Tensor | None]]
+# (number of the adapter, indices of its rows in the first dimension; None: all rows), or the tiles
+# of a step of the device (`kernels.lora_ops.add_row_lora_`).
+RowAdapters = Sequence[tuple[int, Tensor | None]] | Tensor
 MIN_ELEMENTS = 1 << 18  # elements of a matrix
 MAX_BYTES = 512 << 20  # bytes of all matrices that a decoder may hold twice
 _TUNED_ROWS = 64  # row count that the layout is tuned for; it works for any number
@@ -87,17 +89,19 @@ class Projection:
     """Map x [..., I] to [..., O], with the buffers of the names "key.weight", "key.bias" and
     "key.lora_a" (the last two only where the model has them).
 
-    `adapter` applies to every row, `row_lora` (by number) to the rows assigned to them. `may_pack`:
-    whether the matrix may be held in a second layout (`get_layout`).
+    `adapter` applies to every row, `row_lora` (by number) to the rows assigned to them. `table`:
+    the adapters of rows for steps of a device, if there are any. `may_pack`: whether the matrix may
+    be held in a second layout (`get_layout`).
     """
 
-    __slots__ = ("adapter", "bias", "packed_layout", "row_lora", "may_pack", "weight")
+    __slots__ = ("adapter", "bias", "packed_layout", "row_lora", "may_pack", "table", "weight")
 
     def __init__(self, key: str, buffers: Mapping[str, Tensor], adapters: AdapterSpecs):
         self.weight, self.bias = buffers[f"{key}.weight"], buffers.get(f"{key}.bias")
         parts = [(buffers[a.b_key], a.scale, a.columns, a.ranks) for a in adapters.get(key, ())]
         self.adapter = LoraWeights(buffers[f"{key}.lora_a"], parts) if parts else None
         self.row_lora: dict[int, LoraWeights] = {}
+        self.table: AdapterTable | None = None
         self.may_pack = False
         self.packed_layout: tuple[int, Tensor] | None = None
 
@@ -105,11 +109,19 @@ class Projection:
         y = self._product(x)
         if self.adapter is not None:
             self.adapter.add_(x, y)
-        if row_adapters is not None and self.row_lora:
+        if isinstance(row_adapters, Tensor):
+            if self.table is not None:
+                add_row_lora_(y, x, self.table, row_adapters)
+        elif row_adapters is not None and self.row_lora:
             for number, rows in row_adapters:
                 if number in self.row_lora:
                     self.row_lora[number].add_(x, y, rows)
         return y
+
+    @property
+    def num_inputs(self) -> int:
+        """Return I."""
+        return self.weight.shape[1]
 
     def _product(self, x: Tensor) -> Tensor:
         if self.may_pack and (
@@ -181,7 +193,7 @@ class TokenEmbedding:
     all vectors.
     """
 
-    __slots__ = ("adapter", "row_lora", "tp_group", "weight_VE", "vocab_size")
+    __slots__ = ("adapter", "row_lora", "table", "tp_group", "weight_VE", "vocab_size")
 
     def __init__(
         self,
@@ -193,6 +205,12 @@ class TokenEmbedding:
         self.weight_VE, self.adapter = weight_VE, adapter
         self.vocab_size, self.tp_group = vocab_size, tp_group
         self.row_lora: dict[int, tuple[Tensor, Tensor, float]] = {}
+        self.table: AdapterTable | None = None
+
+    @property
+    def num_inputs(self) -> int:
+        """Return the number of local vectors."""
+        return self.weight_VE.shape[0]
 
     def __call__(self, ids: Tensor, row_adapters: RowAdapters | None = None) -> Tensor:
         if self.tp_group is None:
@@ -207,6 +225,10 @@ class TokenEmbedding:
         x = F.embedding(ids, self.weight_VE)
         if self.adapter is not None:
             x = x + _lora_vectors(ids, self.adapter).to(x.dtype)
+        if isinstance(row_adapters, Tensor):
+            if self.table is not None:
+                add_row_lora_(x, ids, self.table, row_adapters)
+            return x
         for number, rows in (row_adapters or ()) if self.row_lora else ():
             if number in self.row_lora:
                 selected = ids if rows is None else ids.index_select(0, rows)
@@ -221,7 +243,9 @@ def _lora_vectors(ids: Tensor, adapter: tuple[Tensor, Tensor, float]) -> Tensor:
     return F.linear(F.embedding(ids, a_RV.T), b_ER) * scale
 
 
-def group_rows_by_adapter(adapters: Sequence[int], device: torch.device) -> RowAdapters:
+def group_rows_by_adapter(
+    adapters: Sequence[int], device: torch.device
+) -> list[tuple[int, Tensor | None]]:
     """Group rows by adapter. `adapters`: the number of each row's."""
     rows_of: dict[int, list[int]] = {}
     for row, adapter in enumerate(adapters):

@@ -5,11 +5,11 @@ a group is prefilled once), samples a token for every row, and removes the finis
 
 Over a paged cache, the device can run several steps per host sync (device_steps.py). The samples
 are the same. A call of `step` that admits requests prefills their prompts and samples their first
-tokens; their rows join the steps of the device in the next call. While a row has penalties (which
-depend on all its earlier tokens) or more than 1,024 biases, all rows run one step at a time. Only
-the host can check stop strings; tokens sampled past a stop string are discarded. While no waiting
-request can be admitted, the next steps are launched before the last ones are read: in `run`, and
-within the `max_steps` of a caller of `step`.
+tokens; their rows join the steps of the device in the next call. All rows run one step at a time
+while a row has more than 1,024 biases, penalties that a table of 2^26 token counts does not hold,
+or (of several adapters) a rank above 256. Only the host can check stop strings; tokens sampled past
+a stop string are discarded. While no waiting request can be admitted, the next steps are launched
+before the last ones are read: in `run`, and within the `max_steps` of a caller of `step`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,7 @@ from rl.sampler.sampling_requests import (
 from rl.sampler.scheduler import Scheduler
 from rl.sampler.speculative_decoder import SpeculativeDecoder
 from rl.sampler.stop_conditions import StopStringMatcher, StopTable, build_stop_condition
-from rl.sampler.token_sampling import (
-    find_host_rows,
-    make_row_settings,
-    sample_next_tokens,
-)
+from rl.sampler.token_sampling import make_row_settings, sample_next_tokens
 from rl.types import SampledSequence, SampleResponse
 from rl.types.feature_table import check_features
 
@@ -132,6 +128,7 @@ class Engine(Scheduler):
         self._next_id = 0
         self._errors: dict[int, FloatingPointError] = {}  # of requests that diverged in this step
         self._has_non_finite = False  # whether the cache holds NaN or infinity
+        self.owns_decoder = False  # no other engine samples from the decoder until this one closes
         self.steps_per_sync = steps_per_sync
         # Maximum number of tokens per row of all next calls of `step` together, which the caller
         # makes without another call between them. None or 0: at most `steps_per_sync` in the next
@@ -162,6 +159,10 @@ class Engine(Scheduler):
         """
         if self._pool is not None and self._state.kv:
             self._state.kv = []
+            if self.owns_decoder and isinstance(self.decoder, MultiAdapterDecoder):
+                for number in list(self.decoder.decoders):
+                    self.decoder.remove_adapter(number)
+                self._pool.mixed_decoder = self.decoder
             if not self._has_non_finite:
                 self._idle_pool.store(self._pool)
 
@@ -247,7 +248,7 @@ class Engine(Scheduler):
         if self._in_flight is not None:
             return self._process_chunk(self._in_flight)
         self._resume()
-        if self._device_steps is not None and not find_host_rows(self._rows).any():
+        if self._device_steps is not None and self._device_steps.can_run():
             return self._step_on_device(self._device_steps)
         self._preempt_newest()
         if self.speculation and not self._may_admit():
@@ -498,7 +499,9 @@ class Engine(Scheduler):
             *adapter_ids,
             *(group.request.adapter_id for group in (*self._running.values(), *self._waiting)),
         }
-        for number in self.decoder.decoders.keys() - keep:
+        if removed := self.decoder.decoders.keys() - keep:
+            self._drop_in_flight()  # its ended rows read these weights
+        for number in removed:
             self.decoder.remove_adapter(number)
 
     @torch.inference_mode()

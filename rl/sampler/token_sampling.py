@@ -16,6 +16,7 @@ from torch import Tensor
 from rl.sampler import cpu_kernels
 from rl.sampler.running_rows import RunningRows
 from rl.sampler.sampling_requests import SamplingRequest, SequenceGroup
+from rl.sampler.token_counts import MAX_COUNT, MAX_COUNTS, PENALTIES
 from rl.types import TRUNCATION_DEFAULTS
 
 # vocabularies above this size are searched in two levels: first the block, then the token in it
@@ -83,11 +84,14 @@ def find_adjusted_rows(rows: RowColumns, ahead: int = 0) -> np.ndarray:
     return rows["penalizes"] | (rows["num_biases"] > 0) | is_early
 
 
-def find_host_rows(rows: RowColumns) -> np.ndarray:
-    """Return which rows the steps of the device cannot sample, bool [N]: rows with penalties, which
-    depend on all earlier tokens, and rows with more than `MAX_BIASES` biases.
+def find_host_rows(rows: RowColumns, vocab: int) -> np.ndarray:
+    """Return which rows the steps of the device cannot sample, bool [N]: rows with more than
+    `MAX_BIASES` biases, rows with penalties of more than `MAX_COUNT` tokens, and all rows with
+    penalties if there are too many for the table of their tokens (`MAX_COUNTS`).
     """
-    return rows["penalizes"] | (rows["num_biases"] > MAX_BIASES)
+    penalizes = rows["penalizes"]
+    exceeds = (rows["max_tokens"] > MAX_COUNT) | (int(penalizes.sum()) * vocab > MAX_COUNTS)
+    return (penalizes & exceeds) | (rows["num_biases"] > MAX_BIASES)
 
 
 def make_row_settings(rows: RowColumns, *, vocab: int, device: torch.device) -> RowSamplingSettings:
@@ -181,13 +185,28 @@ def penalize_repeats(
     places = np.concatenate([row * vocab + tokens for row, tokens in enumerate(responses)])
     counts_MV = torch.from_numpy(places).to(device).bincount(minlength=logits_MV.numel())
     counts_MV = counts_MV.view_as(logits_MV)
-    if (penalty := params.repetition_penalty) != 1:
-        repeated_MV = counts_MV > 0
-        repeated_MV[:, torch.tensor(list(request.prompt), device=device)] = True
-        scaled_MV = torch.where(logits_MV > 0, logits_MV / penalty, logits_MV * penalty)
-        logits_MV = torch.where(repeated_MV, scaled_MV, logits_MV)
-    logits_MV = logits_MV - params.frequency_penalty * counts_MV
-    return logits_MV - params.presence_penalty * (counts_MV > 0)
+    repeated_MV = counts_MV > 0
+    repeated_MV[:, torch.tensor(list(request.prompt), device=device)] = True
+    penalties = [getattr(params, name) for name in PENALTIES]
+    return penalize_logits(logits_MV, counts_MV, repeated_MV, *penalties)
+
+
+def penalize_logits(
+    logits_MV: Tensor,
+    counts_MV: Tensor,
+    repeated_MV: Tensor,
+    repetition: float | Tensor,
+    frequency: float | Tensor,
+    presence: float | Tensor,
+) -> Tensor:
+    """Return the logits after penalties (see `SamplingParams`), which are numbers or [M, 1].
+    `counts_MV`: how often the response holds each token; `repeated_MV`: whether response or prompt
+    hold it.
+    """
+    scaled_MV = torch.where(logits_MV > 0, logits_MV / repetition, logits_MV * repetition)
+    logits_MV = torch.where(repeated_MV, scaled_MV, logits_MV)
+    logits_MV = logits_MV - frequency * counts_MV
+    return logits_MV - presence * (counts_MV > 0)
 
 
 def compute_untruncated_logprobs(scaled_MV: Tensor, tokens_M: Tensor) -> Tensor:

@@ -38,9 +38,6 @@ EXCLUDED_PAIRS: Mapping[tuple[str, str], str] = {
         "the steps of a device call the kernels of the fast decoder: leave steps_per_sync at None"
     ),
     ("device steps", "plain cache"): "the steps of a device read a paged cache: set block_size",
-    ("device steps", "adapters per row"): (
-        "the steps of a device have one adapter for all rows: leave steps_per_sync at None"
-    ),
     ("device steps", "speculative decoding"): (
         "the steps of a device feed one token of each row: leave num_speculative_tokens at 0, or "
         "steps_per_sync at None"

@@ -451,6 +451,8 @@ LORA_SOME = [case for case in LORA if 2 * LORA_MODELS.index(case[2]) == GPUS.ind
     + [pytest.param(*case, marks=pytest.mark.campaign) for case in LORA if case not in LORA_SOME],
 )
 def test_the_products_of_adapters(capability, kind, model, tmp_path):
+    import triton.language as tl
+
     from kernels import lora_ops_triton as kernels
 
     inputs, ranks = model
@@ -470,3 +472,18 @@ def test_the_products_of_adapters(capability, kind, model, tmp_path):
         kinds |= dict.fromkeys((f"{n}_{i}" for n in "end column columns rank ranks".split()), "i32")
     _, spilled = build(kernels._lora_up_kernel, up, (), 4, 3, kinds, tmp_path, capability)
     assert spilled == 0
+    # adapters of rows: their addresses are read on the device
+    places = {"BM": 16, "FIELDS": 11, "KIND": {"fp32": tl.float32, "bf16": tl.bfloat16}[kind]}
+    kinds = {"x_ptr": "*bf16", "y_ptr": "*bf16", "tile_ptr": "*i32", "stride_y": "i32"}
+    kinds |= {"address_ptr": "*i64", "id_ptr": "*i64"}
+    kinds |= {f"{n}_{i}": "i32" for n in "end column columns".split() for i in range(3)}
+    variants = {
+        kernels._row_lora_down_kernel: down,
+        kernels._row_lora_embed_kernel: {"D": inputs, "R": ranks, "BR": 32},
+        kernels._row_lora_up_kernel: up,
+    }
+    for kernel, constants in variants.items():
+        sizes = (4, 3, kinds, tmp_path, capability)
+        constants = {n: value for n, value in (constants | places).items() if n in kernel.arg_names}
+        _, spilled = build(kernel, constants, (), *sizes)
+        assert spilled == 0, kernel.__name__

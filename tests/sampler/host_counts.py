@@ -9,6 +9,7 @@ test_sampler_host.py checks the counts; bench/sampler_host.py writes them into a
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -52,14 +53,24 @@ def count_launches(recorder: Any) -> int:
     return sum(name.split(".")[1] not in VIEWS for name in names) + sum(recorder.launched.values())
 
 
-def decode_launches(lora: bool) -> int:
-    """Return the launches of a decode step of 24 layers."""
+def decode_launches(lora: bool, of_rows: bool = False) -> int:
+    """Return the launches of a decode step of 24 layers. `of_rows`: with two adapters in the
+    batch.
+    """
     with pytest.MonkeyPatch.context() as patch:
         recorder = record_launches(patch)
         model: Any = tiny_model("llama", num_hidden_layers=LAYERS)
+        adapters = ()
         if lora:
-            model = add_lora(LoadedModel(model, None, "tiny", ()), LoraConfig(32, 0)).model
-        two_steps(recorder, model, 64, False)
+            adapted = add_lora(
+                LoadedModel(copy.deepcopy(model), None, "tiny", ()), LoraConfig(32, 0)
+            )
+            if of_rows:
+                adapter = make_decoder(adapted.model, dtype=torch.bfloat16, kind="fast")
+                adapters = (adapter, adapter.fork())
+            else:
+                model = adapted.model
+        two_steps(recorder, model, 64, False, adapters=adapters)
         launched = sum(recorder.launched.values()) // 2  # of one of the two steps
         recorder.launched.clear()
         return count_launches(recorder) + launched

@@ -156,9 +156,9 @@ class RequestGenerator:
         ]
         cut, more = rng.random(), dict[str, Any]()
         stop = stops[int(rng.integers(len(stops)))]
-        if 0.15 < cut < 0.25:
+        if 0.15 < cut < 0.28:
             more = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
-        elif 0.25 < cut < 0.35:
+        if 0.22 < cut < 0.35:
             more["logit_bias"] = {int(rng.integers(0, self.vocab)): 2.5}
         if 0.2 < cut < 0.3 and not (stop and isinstance(stop[0], str)):
             more["min_tokens"] = int(rng.integers(0, max_tokens + 1))
@@ -216,7 +216,7 @@ def check_readers(engine: Engine) -> None:
 
 KINDS = ("plain", "paged", "stepped", "plain, drafts", "paged, drafts")
 KINDS += ("plain, experts", "paged, experts", "stepped, experts", "plain, adapters")
-KINDS += ("paged, adapters", "stepped, LoRA")
+KINDS += ("paged, adapters", "stepped, adapters", "stepped, LoRA")
 
 
 def engine_of(

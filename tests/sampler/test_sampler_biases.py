@@ -111,12 +111,12 @@ def fast_tokens(option: int, temperature: float) -> list[list[list[int]]]:
 @pytest.mark.parametrize("option", range(len(OPTIONS)), ids=lambda i: "+".join(OPTIONS[i]))
 def test_logprobs_are_of_what_was_drawn_from(kind, option, temperature, monkeypatch):
     """Every engine draws the same tokens. With `untruncated_logprobs` the tokens are equal and the
-    logprobs are the model's. The host decodes only rows with penalties if the device makes steps.
+    logprobs are the model's. The host decodes no row if the device makes steps.
     """
     model, options = tiny_model("qwen3"), OPTIONS[option]
     params = SamplingParams(max_tokens=10, temperature=temperature, **options)
     whole = replace(params, untruncated_logprobs=True)
-    if kind == "stepped" and not params.penalizes:
+    if kind == "stepped":
         monkeypatch.setattr(PagedState, "decode", None)
     groups = sampled(kind, params, others=(SamplingParams(max_tokens=9), whole))
     again = sampled(kind, whole)

@@ -112,6 +112,10 @@ def test_a_trial_sees_what_is_wrong(monkeypatch, fault):
     assert text is not None
 
 
+class Kind(str):
+    """A stand-in for an engine."""
+
+
 def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch):
     decoder = decoder_of()
     # this machine may not have a GPU; `compare_engines` is replaced
@@ -127,7 +131,7 @@ def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch
     monkeypatch.setattr(
         engine_selection,
         "Engine",
-        lambda decoder, **settings: "stepped" if "steps_per_sync" in settings else "plain",
+        lambda decoder, **settings: Kind("stepped" if "steps_per_sync" in settings else "plain"),
     )
     with pytest.warns(
         UserWarning, match="no kernel image is available.*, so the plain engine samples"
@@ -137,6 +141,18 @@ def test_where_the_trial_fails_it_is_said_once_and_sampling_is_plain(monkeypatch
     engine_selection._trial_failures.clear()
     monkeypatch.setattr(engine_selection, "compare_engines", lambda small: None)
     assert make_engine(decoder) == "stepped"
+    decoder.base, trials = decoder, []
+    for agrees, kind in ((True, "stepped"), (False, "plain")):
+
+        def check(*args, agrees=agrees):
+            trials.append(args)
+            return agrees
+
+        monkeypatch.setattr(engine_selection, "check_kernels_agree", check)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(engine_selection, "MultiAdapterDecoder", lambda base: base)
+        assert make_engine(decoder, features=["adapters per row"]) == kind
+    assert [args[1:3] for args in trials] == [(0, torch.float32)] * 2
     engine_selection._trial_failures.clear()
 
 

@@ -16,14 +16,16 @@ from sampler_models import (
     row_settings,
     run_requests,
 )
-from test_sampler_stepped import LORA, SCENARIOS, make_processing, play_scenario
+from test_sampler_stepped import LORA, SCENARIOS, make_processing, mix_adapters, play_scenario
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels import decode_ops, sample_tokens
-from kernels.lora_ops import add_lora_
+from kernels.adapter_table import AdapterTable
+from kernels.lora_ops import add_lora_, add_row_lora_
 from rl.sampler import Engine, IdleKVCachePool, make_decoder
-from rl.sampler.cuda_graphs import NO_PROCESSING, CUDAGraphRunner, decode_step
+from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step
 from rl.sampler.engine_selection import compare_engines
+from rl.sampler.step_buffers import NO_PROCESSING
 from rl.sampler.token_sampling import sample_tokens as from_logits
 from rl.types import SamplingParams
 
@@ -131,14 +133,19 @@ def test_attention_over_pages_at_every_number_of_splits(rows, context):
         torch.testing.assert_close(module._run_backend("triton", *inputs), exact, atol=2e-2, rtol=0)
 
 
-def small_decoder(kind="qwen3", layers=3, lora=()):
+def small_model(kind="qwen3", layers=3):
     sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=layers)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     torch.manual_seed(0)
     sizes |= dict(vocab_size=1000, tie_word_embeddings=kind == "qwen3")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **heads))
-    model = add_lora(model, lora) if lora else model
-    return make_decoder(model.bfloat16().cuda(), kind="fast")
+    return model.bfloat16().cuda()
+
+
+def small_decoder(kind="qwen3", layers=3, lora=()):
+    model = small_model(kind, layers)
+    model = add_lora(model, lora).bfloat16().cuda() if lora else model
+    return make_decoder(model, kind="fast")
 
 
 def run(engine, count, samples, length, step=0, max_tokens=60):
@@ -188,7 +195,9 @@ def test_graphs_draw_what_the_same_steps_draw_in_each_scenario(scenario, monkeyp
     """Results are equal to the bit. Equivalent test on a CPU: test_sampler_stepped.py."""
     decoder = small_decoder(lora=LORA if scenario == "LoRA" else ())
     new, results = decoder.fork(), []
-    if scenario == "new weights":
+    if scenario == "adapters of rows":
+        decoder = mix_adapters(small_model)
+    if scenario.endswith("new weights"):
         name = "model.layers.1.mlp.down_proj.weight"
         new.load_([(name, decoder.weights.view(name) * 1.05)])
     requests = [
@@ -202,7 +211,7 @@ def test_graphs_draw_what_the_same_steps_draw_in_each_scenario(scenario, monkeyp
         for i in range(6)
     ]
     limits = {"kv_cache_tokens": 256 * 60, "max_rows": 24}
-    if scenario == "tight pool":
+    if scenario.endswith("tight pool"):
         limits = {"kv_cache_tokens": 256 * 14, "max_rows": 12}
     for eager in (False, True):
         if eager:
@@ -272,6 +281,49 @@ def test_lora_ops_are_torchs(adapter):
             present = [(b.to(device), *rest) for b, *rest in parts]
             add_lora_(out, x.to(device), a.to(device), present)
             results.append(out.float().cpu())
+        torch.testing.assert_close(*results, atol=4e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("adapter", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("embeds", [False, True])
+def test_adapters_of_rows_are_torchs(adapter, embeds):
+    """Equivalent test on a CPU: test_kernel_lora.py. Weights that are not finite reach no other
+    row.
+    """
+    g = torch.Generator().manual_seed(0)
+    for rows, inputs in ((1, 896), (40, 4864), (600, 896)):
+        modules = (slice(0, 896),) if embeds else (slice(0, 896), slice(896, 1024))
+        adapters = []
+        for _ in range(2):
+            a = (torch.randn(32 * len(modules), inputs, generator=g) / inputs**0.5).to(adapter)
+            parts = []
+            for i, module in enumerate(modules):
+                b = torch.randn(module.stop - module.start, 32, generator=g) / 32**0.5
+                parts.append((b.to(adapter), 1.0 + i, module, slice(32 * i, 32 * i + 32)))
+            adapters.append((a, parts))
+        slots = torch.randint(0, 3, (rows,), generator=g)
+        tiles = torch.full((rows // 16 + 3, 17), -1, dtype=torch.int32)
+        tiles[:, 0], place = 0, 0
+        for slot in (1, 2):
+            for part in (slots == slot).nonzero().squeeze(1).split(16):
+                tiles[place, 0], tiles[place, 1 : 1 + len(part)] = slot, part.int()
+                place += len(part) > 0
+        x = torch.randint(0, inputs, (rows,), generator=g)
+        x = x if embeds else torch.randn(rows, inputs, generator=g).bfloat16()
+        y, results = torch.randn(rows, modules[-1].stop, generator=g).bfloat16(), []
+        for device in ("cpu", "cuda"):
+            table = AdapterTable.allocate(3, modules, inputs, 32, adapter, torch.device(device))
+            for slot, (a, parts) in enumerate(adapters, 1):
+                table.write(
+                    slot, a.to(device, copy=True), [(b.to(device), *rest) for b, *rest in parts]
+                )
+            out = y.to(device, copy=True)
+            add_row_lora_(out, x.to(device), table, tiles.to(device))
+            results.append(out.float().cpu())
+            table.adapters[2][0].fill_(torch.nan)
+            broken = y.to(device, copy=True)
+            add_row_lora_(broken, x.to(device), table, tiles.to(device))
+            assert torch.equal(broken.cpu()[slots != 2], out.cpu()[slots != 2])
         torch.testing.assert_close(*results, atol=4e-2, rtol=2e-2)
 
 

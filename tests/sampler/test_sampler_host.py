@@ -15,9 +15,11 @@ from sampler_models import one_thread  # noqa: F401
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
-@pytest.mark.parametrize(("lora", "launches"), [(False, 271), (True, 478)])
-def test_the_launches_of_a_decode_step(lora, launches):
-    assert decode_launches(lora) == launches
+@pytest.mark.parametrize(
+    ("lora", "of_rows", "launches"), [(False, False, 271), (True, False, 478), (True, True, 478)]
+)
+def test_the_launches_of_a_decode_step(lora, of_rows, launches):
+    assert decode_launches(lora, of_rows) == launches
 
 
 def test_a_prefill_writes_the_cache_with_one_launch_per_layer_and_batch_and_one_copy():

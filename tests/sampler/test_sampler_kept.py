@@ -26,14 +26,16 @@ from sampler_models import (  # noqa: F401
     run_requests,
     tiny_model,
 )
+from test_sampler_mixed import make_family
 
 from rl import sampler
 from rl.learner import ModelSpec
 from rl.runtime import SamplerSettings, StepRequest, WorkerSettings
 from rl.runtime.training_worker import TrainingWorker
 from rl.sampler import Engine, IdleKVCachePool, SamplingRequest, kv_cache_pool
-from rl.sampler.cuda_graphs import CUDAGraphRunner, ProcessedRows, decode_step, row_buckets
+from rl.sampler.cuda_graphs import CUDAGraphRunner, decode_step, row_buckets
 from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.step_buffers import ProcessedRows
 from rl.startup import use_expandable_segments
 
 LORA = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -206,6 +208,61 @@ def test_a_capture_after_a_larger_batch_reads_no_row_outside_of_its_bucket(captu
         CUDAGraphRunner(other, runner.kv, runner.buffers, 16).prepare(16, shared=True)
     assert captures.count("clear") == 2 * len(row_buckets(16))
     assert all(torch.equal(getattr(runner.buffers, name), before[name]) for name in names)
+
+
+def mix_requests(adapters) -> list[SamplingRequest]:
+    """Return groups on prompts, each from one of these adapters by its number."""
+    prompts = random_prompts([9, 6, 13, 7])
+    return [
+        make_request(
+            p, 4, max_tokens=8, stop=[5], problem=i, adapter_id=adapters[i % len(adapters)]
+        )
+        for i, p in enumerate(prompts)
+    ]
+
+
+def test_adapters_of_rows_are_captured_once(captured):
+    """Each engine has other adapters, also more of them. Then one has a larger rank, and the graphs
+    are captured again.
+    """
+    base, adapters = make_family("qwen3")
+    between, seen = IdleKVCachePool(), []
+    for first in (1, 2, 3, 0):
+        engine = sampler.make_engine(
+            adapters[1], "paged", between, features=["adapters per row"], kv_cache_tokens=256 * 24,
+            max_rows=16,
+        )  # fmt: skip
+        decoders = {n: adapters[1].fork() for n in range(first)} | {9: base}
+        decoders |= {7: adapters[0]} if first == 0 else {}
+        for number, decoder in decoders.items():
+            engine.decoder.add_adapter(number, decoder, 0)
+        mine = mix_requests([*decoders])
+        for request, response in zip(mine, run_requests(engine, mine), strict=True):
+            plain = Engine(decoders[request.adapter_id])
+            check_same([response], run_requests(plain, [request]), 1e-4)
+        engine.close()
+        assert not engine.decoder.decoders
+        seen.append(len(captured))
+    assert seen[0] == seen[1] == seen[2] < seen[3] and len({name for name, *_ in captured}) == 1
+
+
+def test_a_capture_reads_no_adapter_of_a_row_outside_of_its_bucket(captures, monkeypatch):
+    """The step before a capture ran over the tiles of a larger batch."""
+    monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", False)
+    base, adapters = make_family("qwen3")
+    decoder = sampler.MultiAdapterDecoder(base)
+    for number, adapter in enumerate(adapters):
+        decoder.add_adapter(number, adapter, 0)
+    engine = make_engine(decoder)
+    run_requests(engine, mix_requests([2, 1, 3, 0])[:3])
+    slots, runner = decoder.adapter_slots, engine._device_steps.runner
+    before = slots.tiles.clone()
+    assert int(before.max()) > 6  # a row
+    monkeypatch.setattr(CUDAGraphRunner, "uses_graphs", True)
+    with torch.inference_mode():
+        runner.prepare(16, shared=True)
+    assert captures.count("clear") == 2 * len(row_buckets(16))
+    assert torch.equal(slots.tiles, before)
 
 
 @pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -15,6 +15,7 @@ from sampler_models import (  # noqa: F401
     check_same,
     crowded_engines,
     make_request,
+    multistep_engine,
     one_thread,
     paged_engine,
     random_prompts,
@@ -25,6 +26,7 @@ from sampler_models import (  # noqa: F401
 from rl.errors import UserError
 from rl.sampler import Engine, MultiAdapterDecoder, SamplingRequest, make_decoder
 from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.paged_state import PagedState
 from rl.types import SamplingParams
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -62,16 +64,17 @@ def make_family(kind: str, count: int = 4) -> tuple[FastDecoder, list[FastDecode
 
 
 def mixed(
-    base: FastDecoder, decoders: list[FastDecoder], pages: bool = False, **settings: Any
+    base: FastDecoder, decoders: list[FastDecoder], pages: bool | str = False, **settings: Any
 ) -> Engine:
     """Build an engine: number 0 is the base, 1, 2, ... the adapters. `pages`: use pages of four
-    positions.
+    positions ("stepped": and several steps per host sync).
     """
     decoder = MultiAdapterDecoder(base)
     for number, first in enumerate([base, *decoders]):
         decoder.add_adapter(number, first, version=10 + number)
     if pages:
-        return paged_engine(decoder, eos_token_ids=(3,), page=4, **settings)
+        make = multistep_engine if pages == "stepped" else paged_engine
+        return make(decoder, eos_token_ids=(3,), page=4, **settings)
     return Engine(decoder, eos_token_ids=(3,), **settings)
 
 
@@ -123,6 +126,7 @@ EACH = ("qwen3", "qwen2", "llama", "granite", "olmo2", "smollm3", "gemma2", "olm
     [
         *((kind, kernels, not kernels) for kind in EACH for kernels in (True, False)),
         *(("qwen3", kernels, kernels) for kernels in (True, False)),
+        *((kind, True, "stepped") for kind in (*EACH, "qwen2_moe")),
     ],
 )
 def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, pages, monkeypatch):
@@ -130,6 +134,8 @@ def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, pa
         monkeypatch.setattr("rl.sampler.cpu_kernels.load_cpu_kernels", lambda: None)
     base, decoders = make_family(kind)
     engine = mixed(base, decoders, pages, max_rows=9)
+    if pages == "stepped":
+        monkeypatch.setattr(PagedState, "decode", None)
     prompts = random_prompts([5, 17, 9, 5, 12, 3, 30, 8, 11, 2])
     requests = []
     # a prompt shared by several models is prefilled by each
@@ -141,13 +147,15 @@ def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, pa
         requests.append(
             make_request(prompt, 1 + i % 3, include_prompt_logprobs=i % 2 == 0, **fields)
         )
-    for request, response in zip(requests, run_requests(engine, requests), strict=True):
+    responses = run_requests(engine, requests)
+    monkeypatch.undo()
+    for request, response in zip(requests, responses, strict=True):
         check([base, *decoders][request.adapter_id], request, response)
         assert {s.version for s in response.sequences} == {10 + request.adapter_id}
     assert engine.counters.peak_rows == 9  # they ran together, and some waited
 
 
-@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("pages", [False, True, "stepped"])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_workloads(seed, pages):
     """Requests arrive at any step, some are cancelled, conversations continue from the cache, and
@@ -158,7 +166,9 @@ def test_random_workloads(seed, pages):
     torch.manual_seed(seed + 20)  # for the changed weights
     max_rows = int(rng.integers(3, 12)) + (6 if pages else 0)
     tokens = 76 if pages else int(rng.integers(300, 1500))
-    engine = mixed(base, decoders, pages, max_rows=max_rows, kv_cache_tokens=tokens)
+    # few tokens of a step, so that rows are there when others arrive
+    steps = {"steps_per_sync": 2} if pages == "stepped" else {}
+    engine = mixed(base, decoders, pages, max_rows=max_rows, kv_cache_tokens=tokens, **steps)
     known = dict(enumerate([base, *decoders]))
     newest = dict(enumerate(known))  # the newest number of a model
     query: dict[int, SamplingRequest] = {}
@@ -201,7 +211,7 @@ def test_random_workloads(seed, pages):
                 talks[request.conversation, request.adapter_id] = text
     while engine.busy:
         answers |= {done.request_id: done.response for done in engine.step()}
-    assert not pages or engine.preemptions
+    assert pages is not True or engine.preemptions
     assert answers.keys() == query.keys() - dropped and len(answers) > 15
     for number, response in answers.items():
         check(known[query[number].adapter_id], query[number], response)
@@ -212,7 +222,8 @@ def test_random_workloads(seed, pages):
 
 
 @pytest.mark.parametrize(
-    "kernels, samples, pages", [(True, 2, False), (False, 2, False), (False, 1, False), (1, 2, 1)]
+    "kernels, samples, pages",
+    [(True, 2, False), (False, 2, False), (False, 1, False), (1, 2, 1), (1, 2, "stepped")],
 )
 def test_one_whose_weights_give_no_numbers_fails_alone_and_leaves_nothing_behind(
     kernels, samples, pages, monkeypatch

@@ -19,15 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.sampler import expert_layers, make_decoder
-from rl.sampler.cuda_graphs import (
-    NO_PROCESSING,
-    ProcessedRows,
-    StepBuffers,
-    count_processing_bytes,
-    decode_step,
-)
-from rl.sampler.decoder_fast import FastDecoder
+from rl.sampler.adapter_slots import AdapterSlots
+from rl.sampler.cuda_graphs import count_processing_bytes, decode_step
+from rl.sampler.decoder_fast import FastDecoder, MultiAdapterDecoder
 from rl.sampler.decoder_weights import DecoderWeights
+from rl.sampler.step_buffers import NO_PROCESSING, ProcessedRows, StepBuffers
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -131,8 +127,8 @@ def record_launches(monkeypatch):
         return launch
 
     launchers = (
-        "fused_add_rms_norm silu_mul rope_to_cache append_to_cache add_lora_ sample_tokens "
-        "compute_paged_attention"
+        "fused_add_rms_norm silu_mul rope_to_cache append_to_cache add_lora_ add_row_lora_ "
+        "sample_tokens compute_paged_attention"
     ).split()
     for module in (decode_ops_triton, lora_ops_triton, sample_triton, attention_triton):
         for name, first in list(vars(module).items()):
@@ -179,16 +175,32 @@ def fake_decoder(real: FastDecoder, tp_group=None) -> FastDecoder:
     return FastDecoder(real.architecture, weights)
 
 
+def mix_adapters(base: FastDecoder, adapters) -> MultiAdapterDecoder:
+    """Return a decoder of the base and these adapters, all on fake CUDA tensors, with its tables."""
+    decoder = MultiAdapterDecoder(base)
+    for number, real in enumerate(adapters, 1):
+        adapter = fake_decoder(real)
+        adapter.base = base
+        decoder.add_adapter(number, adapter, 0)
+    with pytest.MonkeyPatch.context() as patch:  # fake tensors have no addresses
+        patch.setattr(AdapterSlots, "_write", lambda *inputs: None)
+        decoder.adapter_slots.update(decoder.names, 1024)
+    return decoder
+
+
 def two_steps(
-    wire, model, rows, shared, choices=0, processed=NO_PROCESSING, tp_group=None
+    wire, model, rows, shared, choices=0, processed=NO_PROCESSING, tp_group=None, adapters=()
 ) -> tuple[list, int, StepBuffers]:
     """Return the operations of a step, which must equal those of the next step, the number of
     layers and the buffers. `choices`: recorded experts of a token. `model` may be a decoder.
+    `adapters`: decoders of adapters on it, one of which each row uses.
     """
     is_decoder = isinstance(model, FastDecoder)
     real = model if is_decoder else make_decoder(model, dtype=torch.bfloat16, kind="fast")
     with FakeTensorMode():
         decoder = fake_decoder(real, tp_group)
+        if adapters:
+            decoder = mix_adapters(decoder, adapters)
         a = decoder.architecture
         kv = [
             torch.empty(2, 30, 256, a.key_heads, a.head_width, dtype=torch.bfloat16, device="cuda")
@@ -245,6 +257,33 @@ def test_a_step_waits_for_nothing_makes_nothing_and_is_the_same_every_time(recor
     assert recorder.launched == expected
 
 
+@pytest.mark.parametrize(
+    ("targets", "projections"),
+    [
+        (["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"], 4 * 2),
+        (["q_proj", "lm_head"], 2 + 1),
+        (["down_proj", "embed_tokens"], 2 + 1),
+    ],
+)
+@pytest.mark.parametrize("processed", [NO_PROCESSING, ProcessedRows(16, True)])
+def test_a_step_with_adapters_of_rows_waits_for_nothing_either(
+    recorder, targets, projections, processed
+):
+    """Two launches for each matrix that some adapter is on, as with one adapter for all rows."""
+    models = [tiny_model("qwen3"), *(add_lora(tiny_model("qwen3"), targets, r=r) for r in (4, 40))]
+    base, *adapters = (make_decoder(m, dtype=torch.bfloat16, kind="fast") for m in models)
+    two_steps(recorder, base, 24, True, processed=processed, adapters=adapters)
+    if processed.truncates:
+        assert {name for name, _ in recorder.made} == {"aten.arange.default"}
+        recorder.made.clear()
+    check_step(recorder)
+    launched = {name: n for name, n in recorder.launched.items() if name.startswith("row_lora")}
+    embeds = 2 * ("embed_tokens" in targets)
+    down = {"row_lora_down": 2 * projections - embeds, "row_lora_up": 2 * projections}
+    assert launched == down | ({"row_lora_embed": embeds} if embeds else {})
+    assert recorder.launched["lora_down"] == 0
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])
 def test_a_step_of_experts_waits_for_nothing_either(recorder, monkeypatch, kind, grouped):
@@ -279,6 +318,18 @@ def test_a_step_with_logits_processing_waits_for_nothing_either(recorder, trunca
     assert not truncates or peak > 0.99 * planned
     recorder.made.clear()
     check_step(recorder)
+
+
+def test_a_step_with_penalties_waits_for_nothing_either(recorder):
+    """The temporaries are fewer than those of truncated rows. The table of counts stays where it
+    is.
+    """
+    model = tiny_model("qwen3", vocab_size=32_000)
+    two_steps(recorder, model, 256, True, processed=ProcessedRows(200, False, True))
+    assert max(recorder.live) < count_processing_bytes(256, 32_000)
+    check_step(recorder)
+    counts = Counter(name for name, *_ in recorder.done)
+    assert counts["aten.index_add_.default"] == 1
 
 
 @pytest.mark.parametrize("processed", [NO_PROCESSING, ProcessedRows(16, True)])

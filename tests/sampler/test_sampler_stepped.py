@@ -20,10 +20,19 @@ from sampler_models import (  # noqa: F401
     tiny_model,
 )
 
-from rl.sampler import Engine, SamplingRequest, make_decoder
-from rl.sampler.cuda_graphs import NO_PROCESSING, CUDAGraphRunner, ProcessedRows, row_buckets
+from rl.sampler import (
+    Engine,
+    MultiAdapterDecoder,
+    SamplingRequest,
+    cuda_graphs,
+    make_decoder,
+    token_sampling,
+)
+from rl.sampler.cuda_graphs import CUDAGraphRunner, row_buckets
 from rl.sampler.device_steps import DeviceSteps
 from rl.sampler.paged_state import PagedState
+from rl.sampler.step_buffers import NO_PROCESSING, ProcessedRows
+from rl.sampler.token_counts import TokenCountTable
 from rl.sampler.token_sampling import MAX_BIASES
 from rl.types import SamplingParams
 
@@ -35,7 +44,7 @@ LORA = [
 
 def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]:
     """Return groups on prompts of any length, with greedy rows, temperatures, several kinds of
-    stops, and sometimes top-k, top-p, min-p, biases or a minimum length.
+    stops, and sometimes top-k, top-p, min-p, biases, penalties or a minimum length.
     """
     prompts = [rng.integers(0, vocab, int(rng.integers(1, 20))).tolist() for _ in range(3)]
     requests = []
@@ -52,6 +61,9 @@ def make_workload(rng: np.random.Generator, vocab: int) -> list[SamplingRequest]
         )
         if rng.random() < 0.3:
             options["logit_bias"] = {int(rng.integers(vocab)): 2.5, 0: -1.0}
+        if rng.random() < 0.3:
+            options |= {"presence_penalty": 0.9, "frequency_penalty": -0.5}
+            options["repetition_penalty"] = float(rng.choice([1.0, 1.4]))
         if rng.random() < 0.3:
             options["min_tokens"] = int(rng.integers(1, options["max_tokens"] + 1))
         params = SamplingParams(**options)
@@ -236,7 +248,7 @@ def test_running_rows_decode_on_the_device_while_requests_wait_and_rows_are_pree
     decoder, monkeypatch
 ):
     """No step uses `PagedState.decode`: new prompts get their first token and join, also if rows
-    truncate their distribution, have biases, or may not end yet.
+    truncate their distribution, have biases or penalties, or may not end yet.
     """
     waiting = preempted = 0
     for seed in range(6):
@@ -278,7 +290,10 @@ def test_the_next_steps_are_launched_before_the_last_ones_are_read(decoder, monk
     assert ahead > 20 and launched > ahead
 
 
-@pytest.mark.parametrize("processing", [{}, {"top_p": 0.9}, {"logit_bias": {4: 1.0}}])
+@pytest.mark.parametrize(
+    "processing",
+    [{}, {"top_p": 0.9}, {"logit_bias": {4: 1.0}}, {"frequency_penalty": 0.4}],
+)
 def test_rows_that_do_not_fill_a_bucket_are_launched_ahead_too(decoder, monkeypatch, processing):
     """Three rows in a bucket of four, 33 tokens: the prefill samples 1, four launches 8 each."""
     chunks, launch = [], DeviceSteps.launch_next
@@ -339,6 +354,7 @@ def test_a_request_is_cancelled_while_a_chunk_is_in_flight(decoder):
 
 
 SCENARIOS = ("full weights", "LoRA", "tight pool", "new weights", "logits processing")
+SCENARIOS += ("adapters of rows", "penalties", "penalties, tight pool", "penalties, new weights")
 PROCESSING = (
     {"top_k": 5, "top_p": 0.9, "logit_bias": {4: 3.0, 0: -2.0}},
     {"min_p": 0.1, "min_tokens": 12, "untruncated_logprobs": True},
@@ -349,9 +365,39 @@ PROCESSING = (
 )
 
 
+PENALTIES = (
+    {"repetition_penalty": 1.5},
+    {"frequency_penalty": 0.7, "presence_penalty": -0.4},
+    {},
+    {"repetition_penalty": 0.7, "presence_penalty": 1.2},
+    {"frequency_penalty": -1.1},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.2, "presence_penalty": 0.3},
+)
+
+
 def make_processing(scenario, i):
-    """Return the parameters of request i that truncate its distribution or adjust its logits."""
+    """Return the parameters of request i that truncate its distribution or adjust its logits, and
+    the number of its adapter in `mix_adapters`.
+    """
+    if scenario == "adapters of rows":
+        return {"adapter_id": i % 3} | (PROCESSING[i] if i > 3 else {})
+    if scenario.startswith("penalties"):
+        return PENALTIES[i] | (PROCESSING[i] if i > 2 else {})
     return PROCESSING[i] if scenario == "logits processing" else {}
+
+
+def mix_adapters(make_model, **settings):
+    """Return a decoder of a model (0) and two adapters on it. `make_model`: builds the same model at
+    each call. `settings`: of `make_decoder`.
+    """
+    base = make_decoder(make_model(), kind="fast", **settings)
+    decoder = MultiAdapterDecoder(base)
+    decoder.add_adapter(0, base, 0)
+    for number, targets in enumerate((LORA, ["q_proj", "down_proj"]), 1):
+        torch.manual_seed(number)
+        model = add_lora(make_model(), targets, r=4 * number)
+        decoder.add_adapter(number, make_decoder(model, kind="fast", base=base, **settings), 0)
+    return decoder
 
 
 def play_scenario(scenario, engine, requests, decoder, steps):
@@ -362,13 +408,13 @@ def play_scenario(scenario, engine, requests, decoder, steps):
         engine.add(request)
     finished, count, waited = {}, 0, False
     while engine.busy:
-        if scenario == "new weights" and count == steps:
+        if scenario.endswith("new weights") and count == steps:
             engine.change_weights(decoder, 1)
         finished |= {done.request_id: done.result() for done in engine.step()}
         count, waited = count + 1, waited or bool(engine._waiting)
-    assert bool(engine.preemptions) == waited == (scenario == "tight pool")
+    assert bool(engine.preemptions) == waited == scenario.endswith("tight pool")
     samples = [s for _, response in sorted(finished.items()) for s in response.sequences]
-    assert any(s.versions for s in samples) == (scenario == "new weights")
+    assert any(s.versions for s in samples) == scenario.endswith("new weights")
     return [(s.tokens, s.logprobs, s.versions) for s in samples]
 
 
@@ -382,12 +428,14 @@ def test_steps_of_the_device_draw_what_those_of_the_host_do(scenario):
     if scenario == "LoRA":
         models[0] = add_lora(models[0], LORA)
     decoder, new = (make_decoder(model, kind="fast") for model in models)
+    if scenario == "adapters of rows":
+        decoder = mix_adapters(lambda: tiny_model("qwen3"))
     requests = [
         make_request(prompt, 4, max_tokens=30, problem=i, **make_processing(scenario, i))
         for i, prompt in enumerate(random_prompts([5, 9, 12, 7, 4, 10]))
     ]
     # the same tokens before the new weights: a step admits and samples 1, each other step 8 or 1
-    limits = {"kv_cache_tokens": 128, "max_rows": 7} if scenario == "tight pool" else {}
+    limits = {"kv_cache_tokens": 128, "max_rows": 7} if scenario.endswith("tight pool") else {}
     kinds = ((multistep_engine, 3), (paged_engine, 17))
     mine, plain = (
         play_scenario(scenario, make(decoder, (3,), page=4, **limits), requests, new, steps)
@@ -434,6 +482,73 @@ def test_rows_with_more_biases_than_the_buffers_hold_run_on_the_host(count, monk
     expected = run_requests(Engine(decoder, (3,)), requests)
     check_same(run_requests(multistep_engine(decoder, (3,)), requests), expected, 1e-4)
     assert bool(decodes) == (count > MAX_BIASES)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_rows_with_penalties_in_parts_and_in_a_table_that_grows(decoder, at_once, monkeypatch):
+    """7 rows of three requests in a bucket of 16, whose last part repeats a row of the first; then
+    26 rows, which the first table does not hold. Their logits are processed `at_once` rows at once.
+    """
+    monkeypatch.setattr(cuda_graphs, "_LOGITS_AT_ONCE", at_once * decoder.vocab_size)
+    monkeypatch.setattr(PagedState, "decode", None)
+    engine, shapes = multistep_engine(decoder, (3,), page=4), []
+    for samples in (1, 1, 6):
+        requests = [
+            make_request(prompt, samples + 2 * i, max_tokens=20, problem=i, **PENALTIES[i])
+            for i, prompt in enumerate(random_prompts([5, 9, 12, 6]))
+        ]
+        responses = run_requests(engine, requests)
+        with monkeypatch.context() as patch:
+            patch.undo()
+            expected = run_requests(Engine(decoder, (3,)), requests)
+        check_same(responses, expected, 2e-6)
+        shapes.append(engine._device_steps.runner.buffers.counts.shape[0])
+    assert shapes == [17, 17, 65]
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "fits"),
+    [("MAX_COUNTS", 41 * 4, True), ("MAX_COUNTS", 41 * 4 - 1, False), ("MAX_COUNT", 11, False)],
+)
+def test_penalties_that_exceed_the_table_are_applied_on_the_host(
+    decoder, limit, value, fits, monkeypatch
+):
+    """Four rows with penalties in a vocabulary of 41, of up to 12 tokens."""
+    decodes, decode = [], PagedState.decode
+    monkeypatch.setattr(PagedState, "decode", lambda *args: decodes.append(1) or decode(*args))
+    monkeypatch.setattr(token_sampling, limit, value)
+    requests = [
+        make_request([4, 9, 2], 4, max_tokens=12, **PENALTIES[5]),
+        make_request([5, 7], 2, max_tokens=12, problem=1),
+    ]
+    expected = run_requests(Engine(decoder, (3,)), requests)
+    check_same(run_requests(multistep_engine(decoder, (3,)), requests), expected, 2e-6)
+    assert bool(decodes) != fits
+
+
+def test_counts_are_written_when_a_row_starts_or_sampled_elsewhere(monkeypatch):
+    """Three launches count by themselves. A row that only the host samples joins for a few tokens;
+    after it the counts of the others are written anew.
+    """
+    decoder = make_decoder(tiny_model("qwen3", vocab_size=1500), kind="fast")
+    written, write = [], TokenCountTable._write_rows
+    monkeypatch.setattr(
+        TokenCountTable, "_write_rows", lambda *args: written.append(len(args[-1])) or write(*args)
+    )
+    engine, finished = multistep_engine(decoder, page=4), {}
+    requests = [make_request([4, 9, 2], 3, max_tokens=60, **PENALTIES[5], temperature=0.5)]
+    engine.add(requests[0])
+    for _ in range(4):
+        engine.step()
+    assert written == [3]
+    bias = dict.fromkeys(range(MAX_BIASES + 1), 0.5)
+    requests.append(make_request([5, 7], max_tokens=5, logit_bias=bias, problem=1))
+    engine.add(requests[1])
+    while engine.busy:
+        finished |= {done.request_id: done.result() for done in engine.step()}
+    assert written == [3, 3]
+    expected = run_requests(Engine(decoder), requests)
+    check_same([finished[0], finished[1]], expected, 2e-6)
 
 
 def test_temperatures_of_rows_beyond_a_bucket_stay_above_zero(decoder):

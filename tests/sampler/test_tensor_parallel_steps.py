@@ -82,7 +82,7 @@ def test_ranks_sample_what_one_process_does(size, tmp_path):
     for scenario in SCENARIOS:
         # float32 products of unmerged adapters round more: of the samples of one process, some are
         # 3.0e-6 from float64 (2.2e-6 on two ranks)
-        relative = 1e-6 if scenario == "LoRA" else 0.0
+        relative = 1e-6 if scenario in ("LoRA", "adapters of rows") else 0.0
         for mine, single in zip(found[scenario], expected[scenario], strict=True):
             np.testing.assert_allclose(mine[1], single[1], atol=2e-6, rtol=relative)
     first, second, third = found[AHEAD]
