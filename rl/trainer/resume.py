@@ -607,7 +607,7 @@ def _list_idle_changes(ended: Sequence[StageConfig], words: Sequence[str]) -> li
         f"stage {stage.name} has ended: --change {key} changes nothing"
         for stage in ended
         for key, _ in parse_changes(words, [])
-        if key.startswith(f"{stage.name}.")
+        if key.rpartition(".")[0] == stage.name
     ]
 
 

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import rl
 from rl.algorithms import METHODS
@@ -165,7 +166,8 @@ class Episodes:
      "dataset is a list of 1 rows, expected the name of a file"),
     ({"environment": Episodes},
      "environment is the class 'Episodes'.*environment='my_file.py:Episodes'"),
-    ({"dataset": print}, "dataset is the function 'print'; only reward may be a function"),
+    ({"dataset": print}, "dataset is the function 'print'; only reward may be a function.*script$"),
+    ({"base_model": torch.nn.Linear(1, 1)}, "base_model is an object of class Linear; only reward"),
 ])  # fmt: skip
 def test_a_call_that_a_line_could_not_say_is_refused(settings, message):
     with pytest.raises((UserError, SettingsError), match=message):
