@@ -50,7 +50,8 @@ def list_recipes(folder: Path) -> list[Path]:
 
 def _unknown_word_message(word: str, methods: Collection[str], folder: Path) -> str:
     """Return the problem text for a word that is neither a method nor a recipe."""
-    paths = (*list_recipes(folder), *list_recipes(Path(word).parent))
+    folders = [place for place in (folder, Path(word).parent) if os.path.isdir(place)]
+    paths = (path for place in folders for path in list_recipes(place))
     recipes = [str(path) for path in {path.resolve(): path for path in paths}.values()]
     by_stem = {Path(name).stem: name for name in recipes}
 

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -126,6 +127,8 @@ def test_the_results_of_a_run_are_read_in_python(run_folder):
             [sequence] = client.sample(tokens, 1, params).result().sequences
             assert answers == [renderer.parse_response(sequence.tokens)[0]["content"]]
     assert rl.sample(run, conversations, temperature=0) == sampled
+    arrays = [np.array(messages, dtype=object) for messages in conversations]  # as pandas has them
+    assert rl.sample(run, arrays, temperature=0) == sampled
     assert [len(answers) for answers in rl.sample(run, prompts, 3)] == [3, 3]
     for single, shown in ((prompts[0], r"\['12\+34='\]"), (conversations[0], r"\[\[\{'role'")):
         with pytest.raises(UserError, match=f"expected a list of prompts: pass {shown}"):
