@@ -25,6 +25,7 @@ _COMPUTED_BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|position_ids|masked_bias|attn\.bias)$"
 )
 _MAX_LISTED = 4
+_RANK_HINT = ". The adapters have different ranks: create the model with the rank of the saved one"
 
 
 @contextmanager
@@ -170,7 +171,7 @@ def check_tensors(
     for key, shape in shapes.items():
         if (actual := get_tensor_shape(tensors, key)) != tuple(shape):
             rank, expected_rank = _get_lora_rank(key, actual), _get_lora_rank(key, tuple(shape))
-            hint = ". The adapters have different ranks" if rank != expected_rank else ""
+            hint = _RANK_HINT if rank != expected_rank else ""
             raise UserError(
                 f"{key} of {name} has the shape {actual}, the model's is {tuple(shape)}{hint}"
             )
