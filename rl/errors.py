@@ -223,8 +223,8 @@ def suggest_hub_name(name: str, known: Iterable[str], kind: Literal["model", "da
         path.name.removeprefix(f"{kind}s--").replace("--", "/")
         for path in Path(HF_HUB_CACHE).glob(f"{kind}s--*")
     ]
-    beside = Path(name).expanduser().parent.glob("*/config.json") if kind == "model" else ()
-    folders = [str(path.parent) for path in beside]
+    configs = Path(name).expanduser().parent.glob("*/config.json") if kind == "model" else ()
+    folders = [str(path.parent) for path in configs]
     names = {candidate.lower(): candidate for candidate in (*cached, *known, *folders)}
     if name in names.values() or Path(name).expanduser().exists():
         return ""
