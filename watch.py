@@ -77,12 +77,11 @@ def main() -> int:
                 file=sys.stderr,
             )
             return 2
-        inside = sorted(str(path.parent) for path in folder.glob("*/config.json"))
-        if inside and not (folder / "config.json").exists():
-            print(
-                f"watch.py: {folder} is no run but has runs: {', '.join(inside[:8])}",
-                file=sys.stderr,
-            )
+        inside = sorted(str(path.parent) for path in folder.glob("*/metrics.jsonl"))
+        is_run = any((folder / name).exists() for name in ("config.json", "metrics.jsonl"))
+        if inside and not is_run:
+            names = ", ".join(inside[:8]) + (" ..." if len(inside) > 8 else "")
+            print(f"watch.py: {folder} is no run but has runs: {names}", file=sys.stderr)
             return 2
     from rich.console import Console
     from rich.live import Live

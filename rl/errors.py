@@ -223,17 +223,19 @@ def suggest_hub_name(name: str, known: Iterable[str], kind: Literal["model", "da
         path.name.removeprefix(f"{kind}s--").replace("--", "/")
         for path in Path(HF_HUB_CACHE).glob(f"{kind}s--*")
     ]
-    beside = Path(name).expanduser().parent.glob("*/config.json") if kind == "model" else ()
-    folders = [str(path.parent) for path in beside]
+    configs = Path(name).expanduser().parent.glob("*/config.json") if kind == "model" else ()
+    folders = [str(path.parent) for path in configs]
     names = {candidate.lower(): candidate for candidate in (*cached, *known, *folders)}
     if name in names.values() or Path(name).expanduser().exists():
         return ""
 
+    typed = str(Path(name).expanduser()).lower()  # without ./, as the folders are written
+
     def is_mistake(candidate: str) -> bool:
-        edits = difflib.SequenceMatcher(None, name.lower(), candidate).get_opcodes()
+        edits = difflib.SequenceMatcher(None, typed, candidate).get_opcodes()
         changed = sum(max(b - a, d - c) for kind, a, b, c, d in edits if kind != "equal")
-        digits = [[c for c in text if c.isdigit()] for text in (name, candidate)]
+        digits = [[c for c in text if c.isdigit()] for text in (typed, candidate)]
         return changed <= 2 and digits[0] == digits[1]
 
-    matches = difflib.get_close_matches(name.lower(), filter(is_mistake, names), n=1, cutoff=0.75)
+    matches = difflib.get_close_matches(typed, filter(is_mistake, names), n=1, cutoff=0.75)
     return f" (did you mean {names[matches[0]]}?)" if matches else ""

@@ -10,9 +10,10 @@ follows it (pitfalls of the alternatives: arXiv 2512.21852).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, SupportsFloat
 
 import numpy as np
 
@@ -209,30 +210,59 @@ class AdvantageEstimator:
         if self.scope not in ("group", "batch"):
             raise UserError(f"an estimator's scope is 'group' or 'batch', got {self.scope!r}")
 
-    def estimate(self, rewards_P_G: Sequence[Sequence[float]]) -> Sequence[Any]:
-        """Return the advantages [P][G] of an estimator without state. Raises UserError unless they
-        are a finite number for each reward.
+    def estimate(self, rewards_P_G: Sequence[Sequence[float]]) -> list[np.ndarray]:
+        """Return the advantages [P][G] of an estimator without state. `fn` may return iterables of
+        any kind (lists, arrays, tensors, generators). Raises UserError unless they hold a finite
+        number for each reward.
         """
         if self.scope == "batch":
             return self._check(rewards_P_G, self.fn(rewards_P_G))
         return self._check(rewards_P_G, [self.fn(rewards_G) for rewards_G in rewards_P_G])
 
-    def _check(self, rewards_P_G: Sequence[Sequence[float]], advantages_P_G: Any) -> Sequence[Any]:
-        """Return the advantages. Raises UserError if they do not fit the rewards."""
+    def _check(
+        self, rewards_P_G: Sequence[Sequence[float]], advantages_P_G: Any
+    ) -> list[np.ndarray]:
+        """Return the advantages as arrays. Raises UserError if they do not fit the rewards."""
         name = getattr(self.fn, "__name__", repr(self.fn))
-        if not hasattr(advantages_P_G, "__len__") or len(advantages_P_G) != len(rewards_P_G):
+        groups = _list_items(advantages_P_G)
+        if groups is None or len(groups) != len(rewards_P_G):
+            received = advantages_P_G if groups is None else groups
             raise UserError(
-                f"the advantage estimator {name} (scope 'batch') returned {advantages_P_G!r:.200} "
-                f"for {len(rewards_P_G)} groups; expected the advantages of each group"
+                f"the advantage estimator {name} (scope {self.scope!r}) returned "
+                f"{received!r:.200} for {len(rewards_P_G)} groups; expected the advantages of each "
+                "group"
             )
-        for rewards_G, advantages_G in zip(rewards_P_G, advantages_P_G, strict=True):
-            values_G = np.asarray(advantages_G, dtype=np.float64)
-            if values_G.shape != (len(rewards_G),) or not np.isfinite(values_G).all():
+        arrays = []
+        for rewards_G, advantages_G in zip(rewards_P_G, groups, strict=True):
+            items = _list_items(advantages_G)
+            values_G = np.asarray([_to_float(item) for item in items or ()], dtype=np.float64)
+            if len(values_G) != len(rewards_G) or not np.isfinite(values_G).all():
                 raise UserError(
-                    f"the advantage estimator {name} returned {advantages_G!r:.200} for the "
-                    f"rewards {list(rewards_G)!r:.200}; expected a finite number for each reward"
+                    f"the advantage estimator {name} returned "
+                    f"{advantages_G if items is None else items!r:.200} for the rewards "
+                    f"{list(rewards_G)!r:.200}; expected a finite number for each reward"
                 )
-        return advantages_P_G
+            arrays.append(values_G)
+        return arrays
+
+
+def _list_items(values: Any) -> list[Any] | None:
+    """Return the items of an iterable. Return None for a mapping and for everything that cannot be
+    iterated over, such as an array without dimensions.
+    """
+    try:
+        items = iter(values)
+    except TypeError:
+        return None
+    return None if isinstance(values, Mapping) else list(items)
+
+
+def _to_float(value: Any) -> float:
+    """Return a number of any library as a float; NaN for everything else, a text included."""
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else math.nan
+    except (TypeError, ValueError, RuntimeError):  # an array with several numbers
+        return math.nan
 
 
 ADVANTAGES: dict[str, AdvantageEstimator] = {

@@ -57,7 +57,7 @@ class LossHandle:
             )
             total = total + loss
             for name, value in metrics.items():
-                values_by_name.setdefault(name, []).append(_to_float(value))
+                values_by_name.setdefault(name, []).append(_to_float(name, value))
         return total, {
             name: sum(values) / (len(values) if name.endswith(":mean") else 1)
             for name, values in values_by_name.items()
@@ -110,7 +110,7 @@ def evaluate_custom_loss(
     if len(parts) != 2 or not isinstance(parts[1], Mapping):
         raise BadRequestError(
             "the custom loss returns (loss, metrics), a tensor and a dict of numbers; got "
-            f"{', '.join(type(part).__name__ for part in parts)}"
+            f"{', '.join(type(part).__name__ for part in parts) or 'an empty tuple'}"
         )
     loss, metrics = parts
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.requires_grad:
@@ -132,15 +132,16 @@ def evaluate_custom_loss(
             datum.loss_fn_inputs[_GRADIENT_FIELDS[name]] = TensorData.from_torch(weights)
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
-        try:
-            numbers[name] = _to_float(value)
-        except (TypeError, ValueError):
-            raise BadRequestError(
-                f"the custom loss's metric {name!r} is a number, got {type(value).__name__}"
-            ) from None
+        numbers[name] = _to_float(name, value)
     return float(loss.detach()), numbers
 
 
-def _to_float(metric: Any) -> float:
-    """Return a metric as a float. torch warns about the conversion of a tensor with a gradient."""
-    return float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
+def _to_float(name: str, metric: Any) -> float:
+    """Return a metric as a float. Raises BadRequestError if it is no number."""
+    try:
+        # torch warns about the conversion of a tensor that records gradients
+        return float(metric.detach() if isinstance(metric, torch.Tensor) else metric)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadRequestError(
+            f"the custom loss's metric {name!r} is a number, got {type(metric).__name__}"
+        ) from None

@@ -85,12 +85,7 @@ def parse_arguments(arguments: Mapping[str, Any]) -> list[Flag]:
     flags = []
     for name, value in _expand_environment(arguments).items():
         if callable(value):
-            kind = "class" if isinstance(value, type) else "function"
-            raise UserError(
-                f"{name} is the {kind} {getattr(value, '__name__', value)!r}; only reward may be a "
-                f"function of the script. Save it in a file, and pass its name, such as "
-                f"{name}='my_file.py:{getattr(value, '__name__', 'NAME')}'"
-            )
+            raise UserError(_describe_callable(name, value))
         if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
             raise UserError(
                 f"{name} is a list of {len(value)} rows, expected the name of a file: write each "
@@ -98,6 +93,20 @@ def parse_arguments(arguments: Mapping[str, Any]) -> list[Flag]:
             )
         flags.append((to_setting_name(name), to_raw_value(value, f"--{name}")))
     return flags
+
+
+def _describe_callable(name: str, value: Any) -> str:
+    """Return the message for a setting that is a function, a class or another callable object."""
+    kind = "class" if isinstance(value, type) else "function"
+    known_name = getattr(value, "__name__", None)
+    what = f"an object of class {type(value).__name__}"
+    if known_name:
+        what = f"the {kind} {known_name!r}"
+    message = f"{name} is {what}; only reward may be a function of the script"
+    if name != "environment":
+        return message
+    target = known_name if known_name and known_name.isidentifier() else "NAME"
+    return f"{message}. Save it in a file, and pass its name, such as {name}='my_file.py:{target}'"
 
 
 def _expand_environment(arguments: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -50,14 +50,16 @@ def list_recipes(folder: Path) -> list[Path]:
 
 def _unknown_word_message(word: str, methods: Collection[str], folder: Path) -> str:
     """Return the problem text for a word that is neither a method nor a recipe."""
-    recipes = [str(path) for path in (*list_recipes(folder), *list_recipes(Path(word).parent))]
+    folders = [place for place in (folder, Path(word).parent) if os.path.isdir(place)]
+    paths = (path for place in folders for path in list_recipes(place))
+    recipes = [str(path) for path in {path.resolve(): path for path in paths}.values()]
     by_stem = {Path(name).stem: name for name in recipes}
 
     def find_recipe(stem: str) -> str | None:
         return by_stem.get(nearest_name(stem, by_stem) or "")
 
     if word.endswith((".yaml", ".yml")):
-        near = find_recipe(Path(word).stem) or nearest_name(word, recipes)
+        near = find_recipe(Path(word).stem)
         what = f"no recipe file {word!r}"
         known = f"recipes: {', '.join(recipes) or f'none in {folder}'}"
     elif "=" in word:

@@ -25,6 +25,7 @@ _COMPUTED_BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|position_ids|masked_bias|attn\.bias)$"
 )
 _MAX_LISTED = 4
+_RANK_HINT = ". The adapters have different ranks: create the model with the rank of the saved one"
 
 
 @contextmanager
@@ -169,10 +170,17 @@ def check_tensors(
     check_tensor_names(name, shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys())
     for key, shape in shapes.items():
         if (actual := get_tensor_shape(tensors, key)) != tuple(shape):
-            hint = ". The adapters have different ranks" if ".lora_" in key else ""
+            rank, expected_rank = _get_lora_rank(key, actual), _get_lora_rank(key, tuple(shape))
+            hint = _RANK_HINT if rank != expected_rank else ""
             raise UserError(
                 f"{key} of {name} has the shape {actual}, the model's is {tuple(shape)}{hint}"
             )
+
+
+def _get_lora_rank(key: str, shape: tuple[int, ...]) -> int | None:
+    """Return the rank of a LoRA matrix, A [rank, in] or B [out, rank]; None for other tensors."""
+    part = re.search(r"\.lora_(?:embedding_)?([AB])(?=\.|$)", key)
+    return shape["AB".index(part[1])] if part and len(shape) > 1 else None
 
 
 def _format_names(names: list[str]) -> str:

@@ -279,10 +279,13 @@ def _no_panel_message(
     where = f"no curve in {', '.join(map(str, sources))}"
     if metrics is None:
         return f"{where}: no row has a metric with a panel"
-    known = {name for curve in curves for row in curve.rows for name in row}
-    near = [*itertools.chain(*(difflib.get_close_matches(name, known, n=1) for name in metrics))]
-    hint = f"; did you mean {', '.join(near)}?" if near else " (metrics.jsonl has their names)"
-    return f"{where}: no row has {', '.join(metrics)}{hint}"
+    rows = [row for curve in curves for row in curve.rows]
+    known = sorted({name for row in rows for name, value in row.items() if is_number(value)})
+    near = dict.fromkeys(
+        itertools.chain(*(difflib.get_close_matches(name, known, n=1) for name in metrics))
+    )
+    hint = f"; did you mean {', '.join(near)}?" if near else " (metrics.jsonl has the names)"
+    return f"{where}: no row has a number for {', '.join(metrics)}{hint}"
 
 
 def draw_curves(

@@ -378,8 +378,8 @@ def sample(
             f"prompts is a single prompt, expected a list of prompts: pass [{prompts!r}]"
         )
     for prompt in prompts:
-        if not isinstance(prompt, str | Sequence):
-            raise UserError(f"a prompt is a text or a list of messages, got {prompt!r}")
+        if not isinstance(prompt, Iterable):  # an array of messages is one, as parquet rows have
+            raise UserError(f"a prompt is a text or a list of messages, got {prompt!r:.100}")
     saved = open_weights(str(weights), checkpoint, trusted=trusted)
     with saved.create_service(seed) as service:
         model = load_sampled_model(

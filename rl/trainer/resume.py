@@ -445,7 +445,7 @@ def _format_steps(steps: Sequence[int]) -> str:
 
 
 def _note_finished_run(console: Console, run: RunConfig, stage_index: int) -> None:
-    """Say how to continue the run if the stage that has ended is its last."""
+    """Print how to continue the run if the stage that has ended is its last."""
     if stage_index == len(run.stages) - 1:
         flag = "steps" if len(run.stages) == 1 else f"{run.stages[-1].name}.steps"
         console.note(f"all steps of this run are done: --{flag} N with a larger N continues it")
@@ -607,7 +607,7 @@ def _list_idle_changes(ended: Sequence[StageConfig], words: Sequence[str]) -> li
         f"stage {stage.name} has ended: --change {key} changes nothing"
         for stage in ended
         for key, _ in parse_changes(words, [])
-        if key.startswith(f"{stage.name}.")
+        if key.rpartition(".")[0] == stage.name
     ]
 
 

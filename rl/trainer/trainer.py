@@ -7,6 +7,7 @@ chooses. A loss that is not finite ends the run with advice.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -284,12 +285,21 @@ def check_update_metrics(method: object, metrics: Any) -> None:
     """
     wrong: Any = type(metrics).__name__
     if isinstance(metrics, Mapping):
-        wrong = {n: v for n, v in metrics.items() if not isinstance(v, SupportsFloat)}
+        wrong = {name: value for name, value in metrics.items() if not _is_number(value)}
     if wrong:
         raise UserError(
-            f"{type(method).__name__}.update returned {wrong}; expected a dict of metrics with a "
-            "number for each name, such as {'optim/grad_norm': 0.5}"
+            f"{type(method).__name__}.update returned {wrong!s:.300}; expected a dict of metrics "
+            "with a number for each name, such as {'optim/grad_norm': 0.5}"
         )
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a metric is a number, an array or tensor of a single number, or None (not
+    measured, logged as null).
+    """
+    if not isinstance(value, SupportsFloat):
+        return value is None
+    return math.prod(getattr(value, "shape", ())) == 1
 
 
 def describe_nonfinite(trainer: Trainer, problem: object) -> str:

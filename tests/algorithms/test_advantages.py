@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from rl.algorithms import AdvantageEstimator, RunningMeanBaseline, has_signal
 from rl.algorithms.advantages import leave_one_out, normalize_by_std, subtract_mean, use_raw_rewards
@@ -45,6 +46,10 @@ def test_running_mean_by_hand():
     ("batch", [[0.0, 0.0]], r"returned \[\[0.0, 0.0\]\] for 2 groups"),
     ("batch", None, "returned None for 2 groups"),
     ("batch", [[0.0, 0.0], [0.0]], "for the rewards .*a finite number for each reward"),
+    ("group", ["a", "1"], r"returned \['a', '1'\] for the rewards"),
+    ("group", [[0.0], [0.0, 1.0]], "a finite number for each reward"),
+    ("group", {0: 0.5, 1: -0.5}, r"returned \{0: 0.5, 1: -0.5\} for the rewards"),
+    ("batch", np.array(0.0), r"returned array\(0.\) for 2 groups"),
 ])  # fmt: skip
 def test_an_estimator_that_does_not_fit_the_rewards_is_named(scope, advantages, message):
     def fn(rewards):
@@ -53,6 +58,26 @@ def test_an_estimator_that_does_not_fit_the_rewards_is_named(scope, advantages, 
     estimator = AdvantageEstimator(fn, scope=scope, compares_members=False)
     with pytest.raises(UserError, match=message):
         estimator.estimate([[1.0, 0.0], [0.0, 1.0]])
+
+
+@pytest.mark.parametrize("convert", [
+    list,
+    iter,
+    np.asarray,
+    lambda values: torch.tensor(values, dtype=torch.bfloat16),
+    lambda values: [torch.tensor(value) for value in values],
+])  # fmt: skip
+def test_an_estimator_may_return_any_iterable_of_numbers(convert):
+    def of_group(rewards):
+        return convert([reward - 0.5 for reward in rewards])
+
+    def of_batch(groups):
+        return (of_group(rewards) for rewards in groups)
+
+    for fn, scope in ((of_group, "group"), (of_batch, "batch")):
+        estimator = AdvantageEstimator(fn, scope=scope, compares_members=False)
+        advantages = estimator.estimate([[1.0, 0.0], [0.0, 1.0]])
+        assert [a.tolist() for a in advantages] == [[0.5, -0.5], [-0.5, 0.5]]
 
 
 def test_a_misspelled_scope_is_refused():

@@ -265,7 +265,9 @@ def test_a_batch_without_datums_takes_no_step(run_folder):
 
 @pytest.mark.parametrize("returned, message", [
     ("None", "Whole.update returned NoneType; expected a dict of metrics"),
-    ("{'mine': 'high', 'fine': 1}", "Whole.update returned {'mine': 'high'}; expected a dict"),
+    ("{'mine': 'high', 'fine': 1, 'null': None}",
+     "Whole.update returned {'mine': 'high'}; expected a dict"),
+    ("{'mine': __import__('torch').ones(2)}", "Whole.update returned {'mine': tensor"),
 ])  # fmt: skip
 def test_metrics_that_are_no_numbers_are_refused(run_folder, returned, message):
     before = (

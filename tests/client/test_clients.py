@@ -24,8 +24,8 @@ from rl.client import SampleStream
 from rl.distributed.checkpoint_folder import DamagedCheckpoint
 from rl.errors import BadRequestError, UserError
 from rl.losses import get_loss
+from rl.models import check_tensors, load_model
 from rl.models import info as model_info
-from rl.models import load_model
 from rl.sampler import SamplingRequest
 from rl.types import AdamParams, Datum, ModelInput, SamplingParams
 
@@ -328,6 +328,9 @@ def test_malformed_calls_are_refused_where_they_are_made(full_client):
          "scalar tensor that depends on the logprobs"),
         (lambda: client.forward_backward_custom(good, lambda data, logp: (logp[0].sum(), None)),
          "a tensor and a dict of numbers; got Tensor, NoneType"),
+        (lambda: client.forward_backward_custom(
+            good, lambda data, logp: (logp[0].sum(), {"each": logp[0]})),
+         "the custom loss's metric 'each' is a number, got Tensor"),
         (lambda: ModelInput.from_ints("12+34="), "takes token ids.*got the text '12.34='"),
         (lambda: client.forward([], "dpo", {"label_smoothing": 0.5}), "below 0.5, got 0.5"),
         (lambda: client.forward([chosen, without], "dpo"),
@@ -699,6 +702,13 @@ def test_a_checkpoint_of_another_rank_is_refused_with_both_ranks(service):
     saved = first.save_state("of-another-rank").result().path
     with pytest.raises(UserError, match=r"the model's is \(3, .*The adapters have different ranks"):
         other.load_state(saved).result()
+
+
+def test_an_adapter_of_another_width_has_no_other_rank():
+    for part, shape, other in (("A", (8, 4), (8, 6)), ("B", (4, 8), (6, 8))):
+        name = f"q_proj.lora_{part}.weight"
+        with pytest.raises(UserError, match=r"the model's is \(\d, \d\)$"):
+            check_tensors("saved", {name: shape}, {name: torch.zeros(other)})
 
 
 def test_a_folder_without_tokenizer_works_with_ids(service, tmp_path):

@@ -6,7 +6,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import rl
 from rl.algorithms import METHODS
@@ -125,6 +127,8 @@ def test_the_results_of_a_run_are_read_in_python(run_folder):
             [sequence] = client.sample(tokens, 1, params).result().sequences
             assert answers == [renderer.parse_response(sequence.tokens)[0]["content"]]
     assert rl.sample(run, conversations, temperature=0) == sampled
+    arrays = [np.array(messages, dtype=object) for messages in conversations]  # as pandas has them
+    assert rl.sample(run, arrays, temperature=0) == sampled
     assert [len(answers) for answers in rl.sample(run, prompts, 3)] == [3, 3]
     for single, shown in ((prompts[0], r"\['12\+34='\]"), (conversations[0], r"\[\[\{'role'")):
         with pytest.raises(UserError, match=f"expected a list of prompts: pass {shown}"):
@@ -165,7 +169,8 @@ class Episodes:
      "dataset is a list of 1 rows, expected the name of a file"),
     ({"environment": Episodes},
      "environment is the class 'Episodes'.*environment='my_file.py:Episodes'"),
-    ({"dataset": print}, "dataset is the function 'print'; only reward may be a function"),
+    ({"dataset": print}, "dataset is the function 'print'; only reward may be a function.*script$"),
+    ({"base_model": torch.nn.Linear(1, 1)}, "base_model is an object of class Linear; only reward"),
 ])  # fmt: skip
 def test_a_call_that_a_line_could_not_say_is_refused(settings, message):
     with pytest.raises((UserError, SettingsError), match=message):

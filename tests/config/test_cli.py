@@ -383,10 +383,15 @@ def test_a_mistake_in_a_recipe_is_named_with_its_line(text: str, expected: str) 
     )
 
 
-def test_a_misspelled_recipe_is_looked_for_in_its_own_folder_too() -> None:
-    path = write_recipe("method: sft\n")
-    result = read_problems(str(path)[: -len("r.yaml")] + "rr.yaml")
+def test_a_misspelled_recipe_is_looked_for_in_its_own_folder_too(tmp_path: Path) -> None:
+    path = tmp_path / "sorting.yaml"
+    path.write_text("method: sft\n")
+    result = read_problems(str(path.with_name("sortin.yaml")))
     assert len(result) == 1 and result[0].endswith(f"; did you mean {path}?"), result
+    # a long folder makes no two names alike
+    assert "did you mean" not in read_problems(str(path.with_name("quality.yaml")))[0]
+    # the folder of the default recipe is listed once
+    assert read_problems("recipes/qzx.yaml")[0].count("recipes/addition.yaml") == 1
 
 
 def test_settings_of_a_recipe_are_named_as_it_writes_them_and_flags_as_they_are_typed() -> None:

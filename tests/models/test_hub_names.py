@@ -43,7 +43,8 @@ def test_a_misspelled_model_folder_is_named(tmp_path, monkeypatch):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text("{}")
     assert suggest_hub_name("mymodle", [], "model") == " (did you mean mymodel?)"
-    assert suggest_hub_name("exports/w1", [], "model") == " (did you mean exports/v1?)"
+    for name in ("exports/w1", "./exports/ww1/"):
+        assert suggest_hub_name(name, [], "model") == " (did you mean exports/v1?)"
     assert suggest_hub_name("exports/v2", [], "model") == ""  # another version, no typing mistake
     assert suggest_hub_name("mymodle", [], "dataset") == ""
 

@@ -218,8 +218,14 @@ def test_curves_over_tokens_and_hours_and_named_metrics(tmp_path, figures):
         (panel,) = [item for item in figures[-1].axes if item.get_title(loc="left")]
         assert panel.get_title(loc="left") == "other/metric" and panel.get_xlabel() == axis
         assert get_line_data(panel) == [(places, [2.0, 4.0, 6.0, 8.0])]
-    for name, hint in (("reward/totl", "did you mean reward/total"), ("zz", "metrics.jsonl has")):
-        with pytest.raises(UserError, match=f"no row has {name}.*{hint}"):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "reward/empty": null}\n')
+    for name, hint in (
+        ("reward/totl", "did you mean reward/total"),
+        ("zz", "metrics.jsonl has"),
+        ("reward/empty", "(metrics.jsonl has|did you mean reward/total)"),
+    ):
+        with pytest.raises(UserError, match=f"no row has a number for {name}.*{hint}"):
             metric_plots.draw_curves(folder, tmp_path / "a.png", metrics=[name])
 
 

@@ -332,6 +332,13 @@ def test_without_a_terminal_it_prints_once(tmp_path: Path) -> None:
         [*command[:2], str(tmp_path), "--once"], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 2 and f"has runs: {tmp_path / 'run'}" in result.stderr
+    # metrics of an own loop, and an export beside them
+    write_run(tmp_path / "run" / "export", 5, 5)
+    (tmp_path / "run" / "config.json").unlink()
+    result = subprocess.run(
+        [*command[:2], str(tmp_path / "run"), "--once"], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0 and "has runs" not in result.stderr
 
 
 @pytest.mark.parametrize("end", ["q", "Ctrl-C"])
