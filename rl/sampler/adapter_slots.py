@@ -64,19 +64,21 @@ class AdapterSlots:
         for number in [n for n, name in self._names.items() if names.get(n) != name]:
             self.remove(number)
         adapters = {n: self._read_adapters(n) for n in names.keys() - self._names.keys()}
-        self._dtype = self._dtype if any(self._slots.values()) else None
+        # with no adapter in a slot, the next one may have another dtype
+        dtype = self._dtype if any(self._slots.values()) else None
         fits = True
         for number, of_modules in adapters.items():
             matrices = [m for a, parts in of_modules.values() for m in (a, *(p[0] for p in parts))]
             ranks = [p[0].shape[1] for _, parts in of_modules.values() for p in parts]
-            self._dtype = self._dtype or next((m.dtype for m in matrices), None)
-            if any(m.dtype != self._dtype for m in matrices) or max(ranks, default=0) > MAX_RANK:
+            dtypes = {m.dtype for m in matrices} | ({dtype} - {None})
+            if len(dtypes) > 1 or max(ranks, default=0) > MAX_RANK:
                 self._host_adapters.add(number)
                 continue
+            dtype = next(iter(dtypes), None)
             self._slots[number] = self._take_slot() if of_modules else 0
             self._max_rank = max(self._max_rank, *(1 << (r - 1).bit_length() for r in ranks), 1)
             fits &= of_modules.keys() <= self._tables.keys()
-        self._names = dict(names)
+        self._names, self._dtype = dict(names), dtype or self._dtype
         room = max(self._slots.values(), default=0)
         tables = [*self._tables.values()]
         fits &= all((t.max_rank, t.dtype) == (self._max_rank, self._dtype) for t in tables)
