@@ -185,8 +185,10 @@ def penalize_repeats(
     places = np.concatenate([row * vocab + tokens for row, tokens in enumerate(responses)])
     counts_MV = torch.from_numpy(places).to(device).bincount(minlength=logits_MV.numel())
     counts_MV = counts_MV.view_as(logits_MV)
-    repeated_MV = counts_MV > 0
-    repeated_MV[:, torch.tensor(list(request.prompt), device=device)] = True
+    repeated_MV = None
+    if params.repetition_penalty != 1:
+        repeated_MV = counts_MV > 0
+        repeated_MV[:, torch.tensor(list(request.prompt), device=device)] = True
     penalties = [getattr(params, name) for name in PENALTIES]
     return penalize_logits(logits_MV, counts_MV, repeated_MV, *penalties)
 
@@ -194,17 +196,18 @@ def penalize_repeats(
 def penalize_logits(
     logits_MV: Tensor,
     counts_MV: Tensor,
-    repeated_MV: Tensor,
+    repeated_MV: Tensor | None,
     repetition: float | Tensor,
     frequency: float | Tensor,
     presence: float | Tensor,
 ) -> Tensor:
     """Return the logits after penalties (see `SamplingParams`), which are numbers or [M, 1].
     `counts_MV`: how often the response holds each token; `repeated_MV`: whether response or prompt
-    hold it.
+    hold it (None: `repetition` is 1).
     """
-    scaled_MV = torch.where(logits_MV > 0, logits_MV / repetition, logits_MV * repetition)
-    logits_MV = torch.where(repeated_MV, scaled_MV, logits_MV)
+    if repeated_MV is not None:
+        scaled_MV = torch.where(logits_MV > 0, logits_MV / repetition, logits_MV * repetition)
+        logits_MV = torch.where(repeated_MV, scaled_MV, logits_MV)
     logits_MV = logits_MV - frequency * counts_MV
     return logits_MV - presence * (counts_MV > 0)
 
