@@ -154,7 +154,10 @@ class DeviceSteps:
         runner.run(bucket, min(width, runner.max_blocks), shared, len(uniforms), processed)
         self.num_syncs += 1
         count, rows = uniforms.shape
-        self._counts.advance(count)
+        if processed.penalizes:
+            self._counts.advance(count)
+        else:  # no row that the table holds takes part
+            self._counts.forget()
         return self._start_copy(count, rows, shared, processed, columns)
 
     def launch_next(self, chunk: Chunk, most: int) -> Chunk | None:

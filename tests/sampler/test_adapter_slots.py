@@ -129,6 +129,24 @@ def test_rows_of_what_no_slot_can_hold_run_on_the_host(base, change, monkeypatch
     assert not decodes and engine.decoder.adapter_slots.layout == 1
 
 
+def test_the_base_alone_after_adapters_that_were_removed(base):
+    """As in the engine after one that was closed. The tables remain, without any adapter; then one
+    of another dtype takes them over, also after one whose rank no slot can hold.
+    """
+    engine = make_engine(base, adapt(base))
+    sample(engine)
+    engine.keep_weights([])
+    engine.decoder.add_adapter(3, base, 1)
+    sample(engine)
+    assert engine.decoder.adapter_slots.layout == 1
+    engine.decoder.add_adapter(4, adapt(base, MAX_RANK + 1), 1)
+    sample(engine)
+    engine.decoder.add_adapter(5, adapt(base, dtype=torch.bfloat16), 1)
+    sample(engine)
+    slots = engine.decoder.adapter_slots
+    assert slots.layout == 2 and slots.holds(np.array([3, 5])) and not slots.holds(np.array([4]))
+
+
 def test_weights_that_were_removed_are_freed(base):
     first = adapt(base)
     engine = make_engine(base, first, adapt(base, seed=1))

@@ -551,6 +551,31 @@ def test_counts_are_written_when_a_row_starts_or_sampled_elsewhere(monkeypatch):
     check_same([finished[0], finished[1]], expected, 2e-6)
 
 
+def test_counts_of_a_preempted_row_are_not_those_that_others_sample(decoder, monkeypatch):
+    """A row with penalties is preempted while the device samples 8 tokens of another row, and then
+    samples 8 on the host: as many as if the device had counted its own.
+    """
+    engine = multistep_engine(decoder, page=4)
+    requests = [
+        make_request([4, 9, 2], max_tokens=60),
+        make_request([5, 7], max_tokens=60, problem=1, **PENALTIES[5]),
+    ]
+    for request in requests:
+        engine.add(request)
+    for _ in range(2):
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_resume", lambda self: None)
+        engine._preempt(engine._rows["request_id"].tolist().index(1))
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceSteps, "can_run", lambda self: False)
+        for _ in range(8):
+            engine.step()
+    assert engine.preemptions == 1 and len(engine._rows) == 2
+    check_same(engine.run(), run_requests(Engine(decoder), requests))
+
+
 def test_temperatures_of_rows_beyond_a_bucket_stay_above_zero(decoder):
     """A later capture of a larger bucket divides by them."""
     engine = multistep_engine(decoder)
