@@ -81,8 +81,8 @@ class KVCachePool:
     ) -> CUDAGraphRunner:
         """Return the step graphs of the decoder.
 
-        If the sizes differ from the present buffers, the buffers and the graphs of all decoders are
-        rebuilt. `max_rows`: rows, `table_width`: blocks of a table, `steps_per_sync`: steps per
+        If the sizes differ from the present buffers, or exceed their room for stop conditions or
+        penalties, the buffers and the graphs of all decoders are rebuilt. `max_rows`: rows, `table_width`: blocks of a table, `steps_per_sync`: steps per
         host sync, `conditions`: number of stop conditions, `choices`: recorded experts of a token,
         `counted`: rows with penalties.
         """
@@ -91,6 +91,8 @@ class KVCachePool:
         b = self._buffers if sizes == self._sizes else None
         if b is None or len(b.stops) < conditions or len(b.counts) <= counted:
             room, count_rows = _INITIAL_STOP_CONDITIONS, _INITIAL_COUNTED if counted else 0
+            if b is not None:  # what has grown stays, so that the next engine finds room too
+                room, count_rows = len(b.stops), max(count_rows, len(b.counts) - 1)
             while room < conditions:
                 room *= 2
             while count_rows < counted:

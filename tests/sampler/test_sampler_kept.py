@@ -320,6 +320,21 @@ def test_stops_of_another_engine_are_not_the_next_ones():
         engine.close()
 
 
+def test_room_for_stops_and_for_penalties_stays_when_the_other_grows(captured):
+    """Engines with many kinds of stops alternate with engines with penalties. Both have room from
+    the second engine on, so that nothing is captured anew.
+    """
+    decoder, between, seen = make_decoder(), IdleKVCachePool(), []
+    many = [make_request([4, 9, 2], max_tokens=5, stop=[k], problem=k) for k in range(20)]
+    penalized = [make_request([4, 9], 20, max_tokens=5, frequency_penalty=0.5)]
+    for queries in (many, penalized) * 3:
+        engine = make_engine(decoder, kv_cache_tokens=4000, max_rows=32, idle_pool=between)
+        check_same(run_requests(engine, queries), run_requests(Engine(decoder), queries), 1e-4)
+        engine.close()
+        seen.append(len(captured))
+    assert seen[0] < seen[1] <= seen[2] <= seen[3] == seen[4] == seen[5]
+
+
 def test_what_a_decoder_captured_goes_with_it():
     decoder, between = make_decoder(), IdleKVCachePool()
     other = decoder.fork()
