@@ -82,9 +82,10 @@ class KVCachePool:
         """Return the step graphs of the decoder.
 
         If the sizes differ from the present buffers, or exceed their room for stop conditions or
-        penalties, the buffers and the graphs of all decoders are rebuilt. `max_rows`: rows, `table_width`: blocks of a table, `steps_per_sync`: steps per
-        host sync, `conditions`: number of stop conditions, `choices`: recorded experts of a token,
-        `counted`: rows with penalties.
+        penalties, the buffers and the graphs of all decoders are rebuilt. `max_rows`: rows,
+        `table_width`: blocks of a table, `steps_per_sync`: steps per host sync, `conditions`:
+        number of stop conditions, `choices`: recorded experts of a token, `counted`: rows with
+        penalties.
         """
         rows, vocab = row_buckets(max_rows)[-1], decoder.vocab_size
         sizes = (rows, table_width, steps_per_sync, vocab, choices)
