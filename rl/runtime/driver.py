@@ -327,9 +327,11 @@ class VerbRouter:
         batch = list(itertools.islice(chunks, schedule.num_chunks))
         while batch:
             schedule.start_round(len(batch))
-            arrivals = [self._queue("receive_chunk", (version_id, chunk)) for chunk in batch]
-            for arrival in arrivals:
+            arrivals: list[Future] = [Future() for _ in batch]
+            for arrival, chunk in zip(arrivals, batch, strict=True):
+                # before it is queued: the time of its arrival counts
                 arrival.add_done_callback(lambda _: schedule.record_arrival())
+                self._queue("receive_chunk", (version_id, chunk), arrival)
             batch = list(itertools.islice(chunks, schedule.num_chunks))
             for arrival in arrivals:
                 arrival.result()

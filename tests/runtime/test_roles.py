@@ -348,6 +348,13 @@ def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
     far, counter, near = router_parts
     clock, steps, chunks, longest = 0.0, 0, 0, 0
     monkeypatch.setattr(weight_sync, "time", SimpleNamespace(perf_counter=lambda: clock))
+    sizes, start_round = [], weight_sync.TransferSchedule.start_round
+
+    def record_size(schedule, size):
+        start_round(schedule, size)
+        sizes.append(size)
+
+    monkeypatch.setattr(weight_sync.TransferSchedule, "start_round", record_size)
     tensors = {"all": torch.randn(2000)}
     spec = ModelSpec("tiny:addition", None, None, 0, False)
     fresh = submit_call(far, "snapshot", 0, 5)
@@ -360,8 +367,12 @@ def test_a_transfer_takes_half_of_the_time_of_samplers_that_sample(
         submit_call(far, "run_steps", 1, 4, SimpleNamespace(new_requests=[]))
     between_steps = 0
     while not fresh.done():
-        while not any(call.verb != "run_steps" for _, call in list(counter.queue)):
-            time.sleep(1e-5)  # the next round is queued during the previous steps
+        while True:  # the next round is queued during the previous steps, as a whole
+            verbs = [call.verb for _, call in list(counter.queue)]
+            is_queued = chunks + verbs.count("receive_chunk") == sum(sizes)
+            if is_queued and any(verb != "run_steps" for verb in verbs):
+                break
+            time.sleep(1e-5)
         _, call = counter.get_nowait()
         verb = call.verb
         if verb == "run_steps":
