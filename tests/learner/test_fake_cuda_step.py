@@ -12,6 +12,7 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "fake_cuda_step.py"
+TESTED = "2.13"  # the headers that DEVICE includes are internal to torch
 # A CUDA device for torch that is built without CUDA. Fake tensors run nothing on a device, but
 # autograd asks for its streams.
 DEVICE = """
@@ -55,7 +56,10 @@ def build_device(folder):
     libraries = [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu"]
     options = ["-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}"]
     command = [compiler, *options, str(source), "-o", str(library), *libraries]
-    subprocess.run(command, check=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode and not torch.__version__.startswith(TESTED):
+        pytest.skip(f"the fake CUDA device is written for the headers of torch {TESTED}")
+    assert done.returncode == 0, done.stderr
     return str(library)
 
 
