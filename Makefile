@@ -21,7 +21,7 @@ train: $(STAMP)
 # Two workers of one thread each: tiny models gain little from a second thread, and many tests wait for processes of their own.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-# 10 minutes on two CPU cores: every test that takes seconds.
+# 11 to 18 minutes on two CPU cores: every test that takes seconds.
 test: $(DEV_STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
 

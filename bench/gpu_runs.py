@@ -38,7 +38,7 @@ def save(size: str, folder: Path, device: str) -> Path:
 
 
 def part_learner(table: Any, dry: bool) -> None:
-    """Measure forward_backward and an optimizer step over 16k tokens in a single micro-batch:
+    """Measure optimizer steps over 16k tokens in a single micro-batch:
     tokens per second, and peak memory compared with `--plan`.
     """
     size, length, count = ("tiny", 32, 2) if dry else ("0.6B", 2048, 8)
@@ -80,8 +80,8 @@ def measure_learner_step(
         client = service.create_full_training_client(str(model))
 
         def step() -> None:
-            client.forward_backward(datums, "cross_entropy").result()
-            client.optim_step(AdamParams(learning_rate=1e-5)).result()
+            calls = [(datums, "cross_entropy", {}, 1.0)]
+            client.train_step(calls, AdamParams(learning_rate=1e-5))[1].result()
 
         step()
         if device == "cuda":
