@@ -20,7 +20,9 @@ from typing import Any
 
 if len(sys.argv) > 1:  # before torch looks for devices
     ctypes.CDLL(sys.argv[1])
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "learner")]
+TESTS = Path(__file__).resolve().parent
+# The repository comes first: tests/kernels would shadow the installed package.
+sys.path[:0] = [str(TESTS.parent), str(TESTS / "learner")]
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from test_learner_waits import (  # noqa: E402
