@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import SeparateCalls
-from whole_runs import RECIPE, runs_draw_no_curves
+from whole_runs import RECIPE
 
 from rl.algorithms import GRPO, METHODS, Models, PpoOptions, Progress
 from rl.algorithms.distillation import DistillationSettings
@@ -257,8 +257,7 @@ def run(folder: Path, words: str, *, method: str = "grpo") -> list[dict[str, flo
     groups = "" if method == "sft" else "--group-size 4"
     words = words.replace("--reward :", f"--reward {folder / 'planted.py'}:")
     line = f"{method} {COMMON} --output-dir {folder / 'run'} {groups} {words}".split()
-    with runs_draw_no_curves():
-        execute(parse_run(line, METHODS, RECIPE, options=RunSettings))
+    execute(parse_run(line, METHODS, RECIPE, options=RunSettings))
     return read_jsonl(folder / "run" / "metrics.jsonl")
 
 
