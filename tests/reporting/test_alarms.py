@@ -320,7 +320,7 @@ def test_a_learner_that_scores_at_another_temperature_is_said_by_a_real_run(
     assert capsys.readouterr().out.count("KL between sampler and learner") >= len(expected)
 
 
-@pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.parametrize("method", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_large_rewards_without_a_scale_are_said_by_a_real_run(tmp_path, capsys, method):
     """ppo normalizes advantages, so large rewards make the critic diverge instead."""
     words = "--reward :has_a_one --steps 3 --temperature 1"
