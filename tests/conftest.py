@@ -101,9 +101,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Freeze all objects so far: each full garbage collection spent half a second on them."""
+    """Freeze all objects so far: each full garbage collection spent half a second on them, and a
+    run that ends in this process would unfreeze them. Let runs draw no curves: it takes a second.
+    """
+    from rl.reporting import metric_plots
+
     gc.collect()
     gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+    metric_plots.draw_curves = write_empty_picture
+
+
+def write_empty_picture(source: Path, out: Path, *labels: object) -> Path:
+    """Stand in for `draw_curves`, for runs with a picture that no test looks at."""
+    out.touch()
+    return out
+
+
+@pytest.fixture
+def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs draw their curves, for a test that looks at the picture."""
+    from rl import reporting
+
+    monkeypatch.setattr(reporting.metric_plots, "draw_curves", reporting.draw_curves)
 
 
 # `make durations` sets this. The workers report to the first process, which writes the file.

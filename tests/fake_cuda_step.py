@@ -1,5 +1,6 @@
-"""Run optimizer steps of a learner on fake CUDA tensors: `python fake_cuda_step.py [LIBRARY]`.
-LIBRARY registers a CUDA device with torch for the CPU, for all of the process.
+"""Run optimizer steps of a learner on fake CUDA tensors: `python fake_cuda_step.py CASES [LIBRARY]`.
+CASES is a key of `CASES` below. LIBRARY registers a CUDA device with torch for the CPU, for all of
+the process.
 
 Prints a line of JSON for each case: its name, what happened in order, and the errors that ended the
 step. On fake tensors the first read of a number raises DataDependentOutputException.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import sys
 import traceback
@@ -18,8 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-if len(sys.argv) > 1:  # before torch looks for devices
-    ctypes.CDLL(sys.argv[1])
+if len(sys.argv) > 2:  # before torch looks for devices
+    ctypes.CDLL(sys.argv[2])
 TESTS = Path(__file__).resolve().parent
 # The repository comes first: tests/kernels would shadow the installed package.
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "learner")]
@@ -38,6 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from rl.learner.adamw import make_adamw  # noqa: E402
 from rl.learner.learner import Learner  # noqa: E402
 from rl.losses import CUSTOM_LOSS, LOSSES, LossSpec  # noqa: E402
+from rl.models.tiny_models import MODEL_PRESETS  # noqa: E402
 from rl.types import AdamParams, LoraConfig  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
@@ -97,10 +100,14 @@ def move_to_fake_device(learner: Learner, *, bf16: bool) -> None:
     learner.planner = replace(learner.planner, device=DEVICE)
 
 
-def run_step(spec: LossSpec, *, bf16: bool = False, **settings: Any) -> dict[str, Any]:
-    """Return the events of a step of two calls, the number of its micro-batches, and the error."""
+def run_step(
+    spec: LossSpec, *, bf16: bool = False, layers: int = 1, calls: int = 2, **settings: Any
+) -> dict[str, Any]:
+    """Return the events of a step, the numbers of its micro-batches and calls, and the error."""
     events: list[str] = []
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True):
+        preset = replace(MODEL_PRESETS["addition"], layers=layers)
+        patch.setitem(MODEL_PRESETS, "addition", preset)
         with torch._subclasses.fake_tensor.unset_fake_temporarily():
             learner, datums = make_learner(patch, spec, **settings).learners[0], make_datums(spec)
         # autocast asks for a GPU
@@ -111,29 +118,34 @@ def run_step(spec: LossSpec, *, bf16: bool = False, **settings: Any) -> dict[str
         record_passes(patch, learner, events)
         (share,) = learner.split_batch(datums, spec.group)
         config = TERMS if spec.terms else {}
-        calls = [(share, spec, config, {"divisor": 3.0, "backward": True})] * 2
+        call = (share, spec, config, {"divisor": 3.0, "backward": True})
         with CopyRecorder(events) as recorder:
             try:
-                learner.train_step(calls, AdamParams(grad_clip_norm=0.1))
+                learner.train_step([call] * calls, AdamParams(grad_clip_norm=0.1))
                 error = ""
             except Exception:
                 error = traceback.format_exc()
     return {
         "events": events,
         "count": learner.num_micro_batches,
+        "calls": calls,
         "dtypes": sorted(recorder.dtypes),
         "error": error,
     }
 
 
-def list_cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the arguments of each case."""
-    for name in [*LOSSES, "custom"]:
-        yield name, {"spec": LOSSES.get(name, CUSTOM_LOSS), "layout": "padded"}
-    for layout, settings in LAYOUTS.items():
-        for bf16 in (False, True):
-            case = {"spec": LOSSES["ppo"], "bf16": bf16, **settings}
-            yield layout + " in bf16" * bf16, case
+def list_losses() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the arguments of a case for each loss, in changing layouts."""
+    layouts = itertools.cycle(LAYOUTS.items())
+    for i, name in enumerate([*LOSSES, "custom"]):
+        spec, (layout, settings) = LOSSES.get(name, CUSTOM_LOSS), next(layouts)
+        bf16 = i % 2 == 1
+        case = {"spec": spec, "bf16": bf16, "calls": 1, **settings}
+        yield f"{name} {layout}" + " in bf16" * bf16, case
+
+
+def list_settings() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the arguments of a case for each setting that changes a step."""
     others = {
         "LoRA": {"lora": LoraConfig(rank=2)},
         "gradient checkpointing": {"gradient_checkpointing": True},
@@ -143,6 +155,22 @@ def list_cases() -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, {"spec": LOSSES["ppo"], "layout": "padded", **settings}
 
 
+def list_products() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the arguments of a padded case for each loss, and of PPO in each layout
+    and precision.
+    """
+    for name in [*LOSSES, "custom"]:
+        yield name, {"spec": LOSSES.get(name, CUSTOM_LOSS), "layout": "padded", "layers": 2}
+    for layout, settings in LAYOUTS.items():
+        for bf16 in (False, True):
+            case = {"spec": LOSSES["ppo"], "bf16": bf16, "layers": 2, **settings}
+            yield layout + " in bf16" * bf16, case
+
+
+CASES = {"quick": (list_losses, list_settings), "slow": (list_products,)}
+
+
 if __name__ == "__main__":
-    for name, arguments in list_cases():
-        print(json.dumps({"name": name, **run_step(**arguments)}), flush=True)
+    for list_cases in CASES[sys.argv[1]]:
+        for name, arguments in list_cases():
+            print(json.dumps({"name": name, **run_step(**arguments)}), flush=True)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
-from rl.reporting import metric_plots
 from rl.rollout import RolloutEngine
 from rl.trainer.batch_log import BatchLog
 from rl.trainer.execute import execute
@@ -26,17 +25,8 @@ def train(words: str, folder: Path) -> list[dict]:
     """Run `train.py WORDS`; return its metrics without fields that depend on the clock."""
     others = ["--seed", str(learning.seed())] if learning.seed() and "--seed" not in words else []
     line = [*words.split(), *others, "--output-dir", str(folder), "--quiet"]
-    with runs_draw_no_curves():
-        execute(parse_run(line, METHODS, RECIPE, options=RunSettings))
+    execute(parse_run(line, METHODS, RECIPE, options=RunSettings))
     return read_metrics(folder)
-
-
-@contextmanager
-def runs_draw_no_curves() -> Iterator[None]:
-    """Save the seconds of drawing a plot that no test looks at."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metric_plots, "draw_curves", lambda source, out, *labels: out.touch())
-        yield
 
 
 def read_metrics(folder: Path) -> list[dict]:

@@ -214,7 +214,11 @@ SCHEDULES: list[dict] = [
 
 
 @pytest.mark.parametrize(("method", "schedule"), [
-    ("grpo", {}), *(("mine.py:Ranked", schedule) for schedule in SCHEDULES),
+    ("grpo", {}),
+    *(
+        pytest.param("mine.py:Ranked", schedule, marks=[pytest.mark.slow] * (i == 1))
+        for i, schedule in enumerate(SCHEDULES)
+    ),
 ], ids=lambda value: value if isinstance(value, str) else "_".join(value) or "lockstep")  # fmt: skip
 def test_shaped_rewards_reach_the_advantages_under_every_schedule(run_folder, method, schedule):
     (run_folder / "mine.py").write_text(FILE + RANKED)

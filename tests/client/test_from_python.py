@@ -94,7 +94,7 @@ def test_a_function_does_not_replace_a_built_in_reward(run_folder):
     assert resolve_reward("gsm8k").builtin and not (run_folder / "run").exists()
 
 
-def test_the_results_of_a_run_are_read_in_python(run_folder):
+def test_the_results_of_a_run_are_read_in_python(run_folder, curves):
     """The expected values are the files of the run's folder and the samples of the clients."""
     run = run_folder / "run"
     settings = {**SMALL, "steps": 2, "rollouts_every": 1, "output_dir": run}

@@ -142,7 +142,10 @@ with ServiceClient(settings=settings) as service:
 """
 
 
-@pytest.mark.parametrize(("settings", "width"), [("", 4), ('dtype="bf16"', 2)])
+@pytest.mark.parametrize(
+    ("settings", "width"),
+    [pytest.param("", 4, marks=pytest.mark.slow), ('dtype="bf16"', 2)],
+)
 def test_the_bytes_of_a_service_are_those_of_the_weights_and_a_little_more(settings, width):
     """The payloads are every weight once, in the sampler's dtype. The verbs take less than 1 kB for a
     chunk, and a manifest.

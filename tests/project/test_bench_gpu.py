@@ -519,12 +519,16 @@ def test_token_logprob_is_compared_with_torch_at_the_same_case(table, monkeypatc
     assert set(both) == {"ours", "torch"}
 
 
-def test_what_does_not_compile_is_a_row_and_every_timed_model_is_compiled(table, monkeypatch):
+def test_every_timed_model_is_compiled():
     jobs = gpu_compile.list_jobs(False)
     shapes = [shape.model for shape in gpu_kernels.shapes(False)]
     whats = (*gpu_compile.PROVIDERS, "older branch", "draw")
     expected = {f"{size}, decode" for size in gpu_decode.SIZES_TIMED}
     assert set(jobs) == expected | {f"{shape}, {what}" for shape in shapes for what in whats}
+
+
+@pytest.mark.slow
+def test_what_does_not_compile_is_a_row(table, monkeypatch):
     some = {"bad": (int, ("no number",)), "good": (int, ("1",))}
     monkeypatch.setattr(gpu_compile, "list_jobs", lambda dry: some)
     gpu_compile.part_compile(table, True)
@@ -567,6 +571,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_only_the_plan_and_the_step_need_tyro(tmp_path):
     """The tests marked gpu can be collected, and the learner is measured."""
     command = [sys.executable, "-c", WITHOUT_TYRO, str(tmp_path)]

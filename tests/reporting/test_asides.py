@@ -40,6 +40,7 @@ def test_a_page_or_picture_that_cannot_be_drawn_costs_a_single_warning(
     assert len(ear.warnings) == 1 and name in ear.warnings[0]
 
 
+@pytest.mark.usefixtures("curves")
 @pytest.mark.parametrize("name", ["a$b", "$", "price $5 $x^", "$$", r"\$", "$\\frac$"])
 def test_a_folders_name_with_dollars_is_drawn_as_it_stands(tmp_path: Path, name: str) -> None:
     ear = MessageRecorder()

@@ -62,6 +62,7 @@ def test_held_out_figures_of_every_kind_are_shown_while_a_run_goes_on(metrics, s
     assert format_held_out(metrics) == shown
 
 
+@pytest.mark.usefixtures("curves")
 def test_parts_of_a_reward_length_share_cut_off_and_the_reference_have_curves(tmp_path):
     parts = {
         "reward/total": 0.5, "style": 0.25, "correct": 1.0, "ac_tokens_per_turn": 12.0,

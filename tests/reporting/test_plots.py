@@ -18,6 +18,7 @@ from rl.errors import UserError
 from rl.reporting import Logbook, group_by_settings, metric_plots
 
 pytest.importorskip("matplotlib", reason="drawing needs matplotlib")
+pytestmark = pytest.mark.usefixtures("curves")
 REPO = Path(__file__).resolve().parents[2]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from whole_runs import read_metrics, runs_draw_no_curves, same_weights
+from whole_runs import read_metrics, same_weights
 
 import rl
 from rl.errors import UserError
@@ -40,8 +40,7 @@ def train(tmp_path, method, **settings) -> Path:
     words = SMALL | {"reward": f"{path}:last_digit"} | settings
     if words["reward"] is None:
         del words["reward"]
-    with runs_draw_no_curves():
-        rl.train(method, **words, output_dir=tmp_path / "run")
+    rl.train(method, **words, output_dir=tmp_path / "run")
     return tmp_path / "run"
 
 

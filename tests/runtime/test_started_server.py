@@ -33,7 +33,7 @@ from rl.runtime.rank_settings import SamplerSettings, WorkerSettings
 from rl.sampler import SamplingRequest
 from rl.trainer.memory_requirements import compute_stage_needs
 from rl.types import SamplingParams
-from rl.vllm import ServerPool, started_server
+from rl.vllm import ServerPool, server_pool, started_server
 from rl.vllm.transfer_validation import ServerWeights
 
 REPO = Path(__file__).resolve().parents[2]
@@ -69,6 +69,12 @@ def wait_until(condition, seconds=60.0):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(started_server, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(server_pool, "_RETRY_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -324,9 +330,8 @@ def test_a_server_that_fails_to_sleep_or_wake_up_is_started_again(path, message,
     check_logprobs(policy, samples)
 
 
-def test_a_server_that_dies_asleep_is_restarted_when_it_has_to_sample(sleeping, state, monkeypatch):
+def test_a_server_that_dies_asleep_is_restarted_when_it_has_to_sample(sleeping, state):
     """Earlier its memory would be missing while the learner works."""
-    monkeypatch.setattr(started_server, "_POLL_SECONDS", 0.05)
     policy, stub = sleeping()
     check_samples(policy)
     assert stub.sleep_level == 2

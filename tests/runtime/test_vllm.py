@@ -34,7 +34,7 @@ from rl.sampler import SamplingRequest
 from rl.trainer.memory_requirements import compute_stage_needs
 from rl.trainer.self_test import self_test
 from rl.types import PARAMETER_BOUNDS, AdamParams, Datum, ModelInput, SamplingParams, TensorData
-from rl.vllm import ServerPool, VllmDecoder, VllmEngine, VllmServerError
+from rl.vllm import ServerPool, VllmDecoder, VllmEngine, VllmServerError, server_pool
 from rl.vllm.transfer_validation import FolderManifest, find_transfer_error
 
 BASE = "tiny:addition-small"
@@ -144,6 +144,11 @@ def connect_services(folder):
             )
 
         yield make
+
+
+@pytest.fixture(autouse=True)
+def quick_attempts(monkeypatch):
+    monkeypatch.setattr(server_pool, "_RETRY_SECONDS", 0.05)
 
 
 @pytest.fixture

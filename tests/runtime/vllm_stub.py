@@ -308,7 +308,9 @@ def vllm_server(stub, spoil):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.socket.listen(128)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(
+        target=server.serve_forever, args=(0.01,)
+    )  # how long `shutdown` waits
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

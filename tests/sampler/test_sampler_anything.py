@@ -68,7 +68,16 @@ def test_whatever_happens_to_an_engine_in_a_thousand_workloads(kind):
     run_seeds(kind, range(first, first + 1000))
 
 
-@pytest.mark.parametrize("kind", ["plain", "paged", "stepped", "plain, drafts", "paged, drafts"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("plain", "paged", "plain, drafts")
+        ),
+        *("stepped", "paged, drafts"),
+    ],
+)
 def test_whatever_happens_to_an_engine_of_two_ranks_the_samples_are_the_same(kind):
     """Each rank runs the same workload; each result equals that of a single rank with only this
     request.

@@ -247,7 +247,7 @@ def test_random_values_arrive_as_they_are():
 def test_random_bytes_from_the_candidates_process():
     """A sandboxed adversary sends them: half with the right length prefix, half without."""
     draw = random.Random(4)
-    with Sandbox(workers=1, limits=SandboxLimits(wall_s=2, cpu_s=5, total_s=120)) as sandbox:
+    with Sandbox(workers=1, limits=SandboxLimits(wall_s=1, cpu_s=5, total_s=120)) as sandbox:
         for bare in (False, True):
             raw = [
                 draw.randbytes(draw.randrange(60)) if bare else frame(draw, draw.randrange(3))

@@ -16,7 +16,6 @@ from sampler_models import reference_logprobs
 from transformers import AutoModelForCausalLM
 from whole_runs import (
     RECIPE,
-    runs_draw_no_curves,
     train,
     updates_end_while_answers_are_drawn,
 )
@@ -59,8 +58,7 @@ LINE = (
 
 
 def execute_words(words: str) -> None:
-    with runs_draw_no_curves():
-        execute(parse_run(words.split(), METHODS, RECIPE, options=RunSettings))
+    execute(parse_run(words.split(), METHODS, RECIPE, options=RunSettings))
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,13 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *("sync", "streamed"),
+        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("continuous", "async")),
+    ],
+)
 def test_the_rows_add_up_to_the_steps_with_evaluations_between_them(tmp_path, mode):
     """A reward in a worker process is waited for. An evaluation samples too, but is not part of a
     step: the profiler continues after it.
