@@ -41,9 +41,8 @@ def api_server(reply, models=("judge",), cut_off=()):
             self.send(*reply(body, self.headers))
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(
-        target=server.serve_forever, args=(0.01,)
-    )  # how long `shutdown` waits
+    poll_seconds = 0.01  # how long `shutdown` waits
+    thread = threading.Thread(target=server.serve_forever, args=(poll_seconds,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", bodies

@@ -308,9 +308,8 @@ def vllm_server(stub, spoil):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     server.socket.listen(128)
-    thread = threading.Thread(
-        target=server.serve_forever, args=(0.01,)
-    )  # how long `shutdown` waits
+    poll_seconds = 0.01  # how long `shutdown` waits
+    thread = threading.Thread(target=server.serve_forever, args=(poll_seconds,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
