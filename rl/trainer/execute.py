@@ -395,7 +395,7 @@ class RunState:
         """Train the remaining stages in order and print the results. Raises RunStopped on a
         stop.
         """
-        checkpoints = CheckpointManager(logbook, self.position.rows)
+        checkpoints = CheckpointManager(logbook, self.position.rows, self.position.stale)
         while not self.finished:
             trainer = self.create_trainer(logbook, checkpoints, report)
             try:

@@ -182,8 +182,10 @@ def _start_from_beginning(
 ) -> ResumePoint:
     notes: list[dict[str, Any]] = []
     if has_steps(folder):
-        changes = check_changes(config, run, len(run.stages) - 1, 0, 0)
+        changes = check_changes(config, run, 0, 0, 0)
         run, notes = changes.run, changes.notes
+        for text in changes.messages:
+            console.note(text)
     _check_no_conflicts(folder, read_stage_steps(resolve_config(run)["stages"]), (), rows, 0)
     console.note(f"{folder} holds no complete checkpoint yet: starting from the beginning")
     return ResumePoint(

@@ -205,6 +205,16 @@ def test_of_several_stages_those_that_ended_stay(tmp_path, console_notes):
     assert any("all steps of this run are done: --grpo.steps N" in text for text in console_notes)
 
 
+def test_a_change_before_the_first_checkpoint_may_be_of_any_stage(tmp_path, console_notes):
+    (tmp_path / "two.yaml").write_text(TWO)
+    train(f"{tmp_path / 'two.yaml'} --steps 1", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    train("--resume --change sft.learning_rate=1e-3", tmp_path / "run")
+    stages = config(tmp_path / "run")["stages"]
+    assert [stage["settings"]["learning_rate"] for stage in stages] == [0.001, 0.01]
+    assert "from step 0 on: learning_rate 0.01 -> 0.001" in console_notes
+
+
 # --------------------------------------------------------------------------------- the command line
 
 
