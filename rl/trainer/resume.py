@@ -535,13 +535,14 @@ def includes_data_change(notes: Sequence[Mapping[str, Any]]) -> bool:
 def _restore_ended_stage(stage: StageConfig, recorded: Mapping[str, Any]) -> StageConfig:
     """Return an ended stage with the settings it was trained with.
 
-    Settings of CHANGEABLE_SETTINGS, which hold for the whole run, take their current values. Raises
-    RunFolderError if the recorded settings are invalid.
+    Settings of CHANGEABLE_SETTINGS, which hold for the whole run, take their current values; not
+    rollouts_every, by which a later stage finds the rollouts of this one. Raises RunFolderError if
+    the recorded settings are invalid.
     """
     current = flatten_settings(stage.settings)
     before = {**flatten_settings(type(stage.settings)()), **recorded}
     values = {
-        key: current[key] if key in CHANGEABLE_SETTINGS else before[key]
+        key: current[key] if key in CHANGEABLE_SETTINGS and key != "rollouts_every" else before[key]
         for key in current
         if key in before
     }

@@ -215,17 +215,17 @@ class Trainer(StageContext):
         if best == HELD_OUT_ACCURACY and best not in row:
             # a reward without a "correct" metric
             best = method.headline if reads_rows and not samples else "test/env/all/reward/total"
-        if best is not None and best in row:
+        if best is not None and row.get(best) is not None:
             self.checkpoints.save_best(
                 self.models.policy,
                 self.first_step + done,
                 self.name,
                 best,
-                row[best],
+                float(row[best]),
                 mode=loop.get_best_mode(best),
                 value_head=reads_rows and method.keeps_value_head,
             )
-        elif best is not None and is_evaluated and (samples or reads_rows):
+        elif best is not None and best not in row and is_evaluated and (samples or reads_rows):
             self._warn_once.warn(
                 best,
                 f"keep_best asks for {best}, which this run does not measure: no best weights "

@@ -213,6 +213,9 @@ def test_a_change_before_the_first_checkpoint_may_be_of_any_stage(tmp_path, cons
     stages = config(tmp_path / "run")["stages"]
     assert [stage["settings"]["learning_rate"] for stage in stages] == [0.001, 0.01]
     assert "from step 0 on: learning_rate 0.01 -> 0.001" in console_notes
+    train("--resume --rollouts-every 7", tmp_path / "run")  # the files of the first stage stay
+    stages = config(tmp_path / "run")["stages"]
+    assert [stage["settings"]["rollouts_every"] for stage in stages] == [20, 7]
 
 
 # --------------------------------------------------------------------------------- the command line
