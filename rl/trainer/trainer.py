@@ -266,7 +266,8 @@ class Trainer(StageContext):
         """Restore the loop's state from what `save` wrote."""
         self.method.load_state(state["method"])
         self.in_flight = state.get("in_flight")
-        if isinstance(self.problems, Curriculum):
+        # None: the run continues with a curriculum that it did not have before
+        if isinstance(self.problems, Curriculum) and state["curriculum"] is not None:
             self.problems.load_state(state["curriculum"])
         if self.opponents is not None:
             self.opponents.load_state(state.get("opponents"))

@@ -116,6 +116,12 @@ def test_a_change_takes_effect_from_its_step_on_and_is_noted(
     assert settings.count("learning_rate") == 1
 
 
+def test_a_change_may_begin_a_curriculum_or_replace_its_levels(truncated_run):
+    for steps, change in ((4, "curriculum=success"), (5, "curriculum_column=answer")):
+        rows = train(f"--resume --steps {steps} --change {change}", truncated_run)
+        assert rows[-1]["curriculum/level"] == 0 and rows[-1]["step"] == steps
+
+
 def test_a_flag_that_replaces_a_setting_of_the_recipe_resumes_older_runs(tmp_path):
     """Older versions kept the replaced pair in config.json, and read the last one."""
     environment = "environment: {name: calculator, digits: 3, operations: +}"
