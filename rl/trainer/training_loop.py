@@ -18,4 +18,4 @@ def train(trainer: Trainer) -> None:
             metrics = source.update(batch)  # advantages, gradients, optimizer step
             sampler = source.sync_weights(number)
             trainer.end_batch(batch, metrics, sampler)  # log, evaluate, save, stop on request
-    trainer.end()
+        trainer.end()  # with groups in flight, if steps is lower than when they began

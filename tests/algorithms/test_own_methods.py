@@ -281,7 +281,9 @@ def test_metrics_that_are_no_numbers_are_refused(run_folder, returned, message):
 
 def test_a_step_without_a_value_of_keep_best_saves_no_best_weights(run_folder):
     before = "return train_single_pass("
-    after = f"return {{'mine': (None, 1, 2)[progress.batch % 3]}} | {before.removeprefix('return ')}"
+    after = (
+        f"return {{'mine': (None, 1, 2)[progress.batch % 3]}} | {before.removeprefix('return ')}"
+    )
     assert before in FILE
     (run_folder / "mine.py").write_text(FILE.replace(before, after))
     settings = {**SMALL, "steps": 4, "save_every": 1, "keep_best": "mine"}

@@ -178,6 +178,15 @@ def test_steps_may_be_added(stopped_run, truncated_run, ended, tmp_path, console
         train("--resume --steps 5", folder)
 
 
+def test_steps_may_be_removed_and_added_again_while_groups_are_in_flight(tmp_path):
+    flow = "--max-steps-off-policy 2 --eval-every 0 --save-every 1 --keep-last 9"
+    train(f"{WORDS} {flow} --steps 5", tmp_path / "run")
+    for name in ("grpo-000003", "grpo-000004", "grpo-final"):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / name)
+    for steps in (2, 4):
+        assert train(f"--resume --steps {steps}", tmp_path / "run")[-1]["step"] == steps
+
+
 @pytest.mark.slow
 def test_a_schedule_that_ends_says_what_more_steps_do(tmp_path, console_notes):
     train(f"{WORDS} --steps 2 --schedule linear", tmp_path / "run")
@@ -270,6 +279,7 @@ def test_the_settings_that_a_change_names():
     ("--change steps=4", "use it with --resume|use it with resume"),
     ("--resume --change steps", "expected NAME=VALUE"),
     ("--resume --change stepps=4", "did you mean --steps"),
+    ("--resume --change learning_rate=x", "--change learning_rate: x is not"),
 ])  # fmt: skip
 def test_what_is_wrong_with_it_is_said(flags, problem, tmp_path):
     (tmp_path / "two.yaml").write_text(TWO)
