@@ -209,7 +209,9 @@ class CheckpointManager:
     replaces them.
     """
 
-    def __init__(self, logbook: Logbook, rows: Sequence[Row] = (), stale: Sequence[Row] = ()):
+    def __init__(
+        self, logbook: Logbook, rows: Sequence[Row] = (), stale: Sequence[CheckpointRow] = ()
+    ):
         self.logbook, self.rows = logbook, [dict(row) for row in rows]
         self._stale = list(stale)
         if self.rows or (logbook.folder / CHECKPOINTS).exists():
