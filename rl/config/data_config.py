@@ -124,6 +124,10 @@ class DataSettings:
             raise ValueError(
                 f"curriculum_down lies from 0 to below curriculum_up, got {self.curriculum_down} and {self.curriculum_up}"
             )
+        if len(dict(self.rewards)) < len(self.rewards):
+            raise ValueError(
+                f"rewards names a reward twice: {', '.join(name for name, _ in self.rewards)}"
+            )
         programs = any(
             name.startswith("code_") or ":" in name
             for name in (dict(self.rewards) or {self.reward or "": 1})

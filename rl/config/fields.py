@@ -139,10 +139,10 @@ def format_as_flags(text: str, names: Iterable[str]) -> str:
     """Return `text` with the settings `names` of several words written as flags: learning_rate as
     --learning-rate.
 
-    Names in paths, in quotes, or after "stage" or "train.py" stay unchanged.
+    Names in paths, in quotes, or after "stage", "train.py" or "--change" stay unchanged.
     """
     known = {name for name in names if "_" in name}
-    word = r"(?<![\w'\"/.:-])(?<!train\.py )(?<!stage )[a-z]\w*(?![\w/-]|\.\w)"
+    word = r"(?<![\w'\"/.:-])(?<!train\.py )(?<!stage )(?<!--change )[a-z]\w*(?![\w/-]|\.\w)"
     return re.sub(word, lambda m: "--" + m[0].replace("_", "-") if m[0] in known else m[0], text)
 
 

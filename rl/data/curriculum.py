@@ -115,10 +115,14 @@ class Curriculum:
         return {"level": self.level, "recent": list(self._recent), "names": self.names}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore what `state` returned. The state of other levels, from before a change of the
+        data, is ignored.
+        """
         # Older versions sorted numbers that are texts as texts, and did not save the order.
-        self._set_order(state.get("names", sorted(self._indices)))
-        self.level, self._recent = state["level"], list(state["recent"])
+        names = state.get("names", sorted(self._indices))
+        if {*names} == self._indices.keys():
+            self._set_order(names)
+            self.level, self._recent = state["level"], list(state["recent"])
 
 
 def _sort_levels(levels: Iterable[Any]) -> list[Any]:

@@ -204,10 +204,16 @@ class CheckpointManager:
 
     `rows`: those that exist, oldest first. They are kept in memory, since the file may be changed
     while the run writes it.
+
+    `stale`: checkpoints of steps that a resumed run takes again. The next resumable checkpoint
+    replaces them.
     """
 
-    def __init__(self, logbook: Logbook, rows: Sequence[Row] = ()):
+    def __init__(
+        self, logbook: Logbook, rows: Sequence[Row] = (), stale: Sequence[CheckpointRow] = ()
+    ):
         self.logbook, self.rows = logbook, [dict(row) for row in rows]
+        self._stale = list(stale)
         if self.rows or (logbook.folder / CHECKPOINTS).exists():
             self._write()
 
@@ -247,6 +253,7 @@ class CheckpointManager:
         path = Path(policy.save_state(name, metadata=state, companions=other_clients).result().path)
         row = make_checkpoint_row(path, "final" if final else "last", stage, step)
         self._add(row)
+        self._remove_stale()
         self._prune("last", keep_last)
         for known_stage in {r["stage"] for r in self.rows}:
             self._prune("best", 1, known_stage)
@@ -285,6 +292,16 @@ class CheckpointManager:
         self._add(row)
         resumable = [row["batch"] for row in self.rows if row["state_path"]]
         self._prune("best", 1, stage, after=max(resumable, default=-1))
+
+    def _remove_stale(self) -> None:
+        """Remove stale checkpoints that the run has not written again: after a change, or with
+        other timing, other weights are the best.
+        """
+        names = {row["name"] for row in self.rows}
+        for row in self._stale:
+            if row["name"] not in names:
+                checkpoint_folder.remove_checkpoint(locate_checkpoint(self.logbook.folder, row))
+        self._stale = []
 
     def _prune(self, kind: str, keep: int, stage: str | None = None, *, after: int = -1) -> None:
         """Remove all but the last `keep` checkpoints of a kind (and stage) after a step."""

@@ -69,7 +69,13 @@ def main(run: RunConfig) -> int:
         [run.options, *(stage.settings for stage in run.stages)] if run.recipe is None else []
     )
     flags = {name for table in sections for name in flatten_settings(table)} - METHODS.keys()
-    return run_guarded(work, see="python train.py --help", outcome=lambda: outcome[-1], flags=flags)
+    return run_guarded(
+        work,
+        see="python train.py --help",
+        outcome=lambda: outcome[-1],
+        flags=flags,
+        resumes=lambda: len(outcome) > 1,
+    )
 
 
 def run_guarded(
@@ -78,11 +84,13 @@ def run_guarded(
     see: str,
     outcome: str | Callable[[], str],
     flags: Collection[str] = (),
+    resumes: Callable[[], bool] = lambda: False,
 ) -> int:
     """Call `work` and return its exit code, as in `main`.
 
     An error is printed in a box: `outcome` is its heading (a callable is evaluated after the
-    error), `see` is a hint below it, and settings in `flags` are named as flags.
+    error), `see` is a hint below it, and settings in `flags` are named as flags. `resumes` returns
+    whether a run has begun that --resume continues.
     """
     _silence_libraries()
     end_with_launcher()
@@ -97,15 +105,13 @@ def run_guarded(
         if os.environ.get(TRACEBACK_VARIABLE) or (isinstance(error, OSError) and not is_disk_full):
             raise
         problem, code = str(error), 2
+        resume = "--resume continues from the newest checkpoint" if resumes() else ""
         if isinstance(error, RankLost):
             code = RANK_LOST_EXIT_CODE
-            see = (
-                f"--resume continues from the newest checkpoint; {TRACEBACK_VARIABLE}=1 "
-                "shows the traceback"
-            )
+            see = f"{resume}{resume and '; '}{TRACEBACK_VARIABLE}=1 shows the traceback"
         elif is_disk_full:
             problem = f"the disk is full: {error}"
-            see = "free some space, then --resume continues from the newest checkpoint"
+            see = f"free some space, then {resume or 'repeat the command'}"
         elif not isinstance(error, UserError):
             # A ValueError of this project names the wrong input. Errors of a library may not, so
             # the hint is the traceback.

@@ -126,7 +126,7 @@ def execute(
         run, origins = resolve_initial_weights(
             run, load_saved_config(folder) if options.resume else None
         )
-        check_outside_run_folder(origins, folder)
+        check_outside_run_folder(run, origins, folder)
         position = find_resume_point(run, folder, console) if options.resume else ResumePoint()
         run = position.run or run
         check_replay(run, console.warn)
@@ -395,7 +395,7 @@ class RunState:
         """Train the remaining stages in order and print the results. Raises RunStopped on a
         stop.
         """
-        checkpoints = CheckpointManager(logbook, self.position.rows)
+        checkpoints = CheckpointManager(logbook, self.position.rows, self.position.stale)
         while not self.finished:
             trainer = self.create_trainer(logbook, checkpoints, report)
             try:

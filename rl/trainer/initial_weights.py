@@ -10,6 +10,7 @@ stored in config.json.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rl.algorithms import METHODS, ModelRequests
+from rl.algorithms import METHODS, ModelRequests, RolloutDataSettings
 from rl.config import ModelSettings, RunConfig, StageConfig, nearest_name
 from rl.errors import UserError
 from rl.learner import learner_checkpoint
@@ -283,17 +284,25 @@ def describe_tied_heads(run: RunConfig) -> list[str]:
     ]
 
 
-def check_outside_run_folder(notes: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Raise UserError if a run would begin from weights in its own folder, which it is going to
-    write to.
+def check_outside_run_folder(
+    run: RunConfig, notes: Sequence[Mapping[str, Any]], folder: Path
+) -> None:
+    """Raise UserError if a run would read weights, stored answers or recorded decisions in its own
+    folder, which it is going to write to. A resumed run may read weights that it has written.
     """
-    for note in notes:
-        if note.get("asked") and Path(note["base_model"]).expanduser().resolve().is_relative_to(
-            folder.resolve()
-        ):
+    sources = {f"begin from {n['from']}": n["base_model"] for n in notes if n.get("asked")}
+    if (replay := run.options.replay) is not None:
+        sources[f"replay {replay}"] = replay
+    for stage in run.stages if run.options.overwrite else ():
+        targets = list(ModelRequests(METHODS.create(stage)).weights)
+        if isinstance(stage.settings.data, RolloutDataSettings):
+            targets.append(stage.settings.data.dataset)
+        paths = map(os.path.expanduser, targets)
+        sources |= {f"read {path}": path for path in paths if os.path.exists(path)}
+    for action, source in sources.items():
+        if Path(source).expanduser().resolve().is_relative_to(folder.resolve()):
             raise UserError(
-                f"the run would begin from {note['from']} and write into the same folder: give "
-                "another --output-dir"
+                f"the run would {action} and write into the same folder: give another --output-dir"
             )
 
 

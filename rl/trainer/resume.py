@@ -182,8 +182,10 @@ def _start_from_beginning(
 ) -> ResumePoint:
     notes: list[dict[str, Any]] = []
     if has_steps(folder):
-        changes = check_changes(config, run, len(run.stages) - 1, 0, 0)
+        changes = check_changes(config, run, 0, 0, 0)
         run, notes = changes.run, changes.notes
+        for text in changes.messages:
+            console.note(text)
     _check_no_conflicts(folder, read_stage_steps(resolve_config(run)["stages"]), (), rows, 0)
     console.note(f"{folder} holds no complete checkpoint yet: starting from the beginning")
     return ResumePoint(
@@ -533,13 +535,14 @@ def includes_data_change(notes: Sequence[Mapping[str, Any]]) -> bool:
 def _restore_ended_stage(stage: StageConfig, recorded: Mapping[str, Any]) -> StageConfig:
     """Return an ended stage with the settings it was trained with.
 
-    Settings of CHANGEABLE_SETTINGS, which hold for the whole run, take their current values. Raises
-    RunFolderError if the recorded settings are invalid.
+    Settings of CHANGEABLE_SETTINGS, which hold for the whole run, take their current values; not
+    rollouts_every, by which a later stage finds the rollouts of this one. Raises RunFolderError if
+    the recorded settings are invalid.
     """
     current = flatten_settings(stage.settings)
     before = {**flatten_settings(type(stage.settings)()), **recorded}
     values = {
-        key: current[key] if key in CHANGEABLE_SETTINGS else before[key]
+        key: current[key] if key in CHANGEABLE_SETTINGS and key != "rollouts_every" else before[key]
         for key in current
         if key in before
     }

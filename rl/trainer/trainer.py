@@ -215,17 +215,17 @@ class Trainer(StageContext):
         if best == HELD_OUT_ACCURACY and best not in row:
             # a reward without a "correct" metric
             best = method.headline if reads_rows and not samples else "test/env/all/reward/total"
-        if best is not None and best in row:
+        if best is not None and row.get(best) is not None:
             self.checkpoints.save_best(
                 self.models.policy,
                 self.first_step + done,
                 self.name,
                 best,
-                row[best],
+                float(row[best]),
                 mode=loop.get_best_mode(best),
                 value_head=reads_rows and method.keeps_value_head,
             )
-        elif best is not None and is_evaluated and (samples or reads_rows):
+        elif best is not None and best not in row and is_evaluated and (samples or reads_rows):
             self._warn_once.warn(
                 best,
                 f"keep_best asks for {best}, which this run does not measure: no best weights "
@@ -266,7 +266,8 @@ class Trainer(StageContext):
         """Restore the loop's state from what `save` wrote."""
         self.method.load_state(state["method"])
         self.in_flight = state.get("in_flight")
-        if isinstance(self.problems, Curriculum):
+        # None: the run continues with a curriculum that it did not have before
+        if isinstance(self.problems, Curriculum) and state["curriculum"] is not None:
             self.problems.load_state(state["curriculum"])
         if self.opponents is not None:
             self.opponents.load_state(state.get("opponents"))

@@ -11,6 +11,9 @@ from rl.trainer.trainer import Trainer
 def train(trainer: Trainer) -> None:
     """Train from the trainer's next batch to its last. Raises FloatingPointError for a loss or
     logits that are not finite.
+
+    The final checkpoint is saved before the source closes: it holds the groups in flight, of which
+    an asynchronous run has some at its end if its steps were lowered.
     """
     with closing(open_source(trainer, trainer.start())) as source:
         for number in trainer.batches():
@@ -18,4 +21,4 @@ def train(trainer: Trainer) -> None:
             metrics = source.update(batch)  # advantages, gradients, optimizer step
             sampler = source.sync_weights(number)
             trainer.end_batch(batch, metrics, sampler)  # log, evaluate, save, stop on request
-    trainer.end()
+        trainer.end()

@@ -283,6 +283,19 @@ def test_metrics_that_are_no_numbers_are_refused(run_folder, returned, message):
         rl.train("mine.py:Whole", output_dir=run_folder / "run", **SMALL)
 
 
+def test_a_step_without_a_value_of_keep_best_saves_no_best_weights(run_folder):
+    before = "return train_single_pass("
+    after = (
+        f"return {{'mine': (None, 1, 2)[progress.batch % 3]}} | {before.removeprefix('return ')}"
+    )
+    assert before in FILE
+    (run_folder / "mine.py").write_text(FILE.replace(before, after))
+    settings = {**SMALL, "steps": 4, "save_every": 1, "keep_best": "mine"}
+    rl.train("mine.py:Whole", output_dir=run_folder / "run", **settings)
+    names = [path.name for path in (run_folder / "run" / "sampler_weights").iterdir()]
+    assert [name.rpartition("-")[2] for name in names] == ["000003"]
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_a_derived_class_is_prepared_as_its_parent(run_folder, name):
     parent, derived = METHODS[name], METHODS[f"mine.py:From_{name}"]

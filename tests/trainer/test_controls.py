@@ -281,6 +281,8 @@ def test_several_rewards_are_weighted_and_logged(tmp_path):
     (tmp_path / "r.yaml").write_text("method: grpo\nrewards: {exact_match: 1.0, gsm8k: 0.5}\n")
     (stage,) = stages_of(str(tmp_path / "r.yaml"))
     assert stage.settings.data.rewards == (("exact_match", 1.0), ("gsm8k", 0.5))
+    with pytest.raises(SettingsError, match="names a reward twice: gsm8k, gsm8k"):
+        stages_of("grpo", "--rewards", "gsm8k", "1", "gsm8k", "2")
 
 
 def test_best_weights_by_the_highest_or_the_lowest_stay_with_those_at_the_last_checkpoint(tmp_path):

@@ -288,7 +288,7 @@ def test_a_stage_keeps_no_garbage_and_closes_its_scorers_after_an_error(monkeypa
     monkeypatch.setattr("rl.trainer.execute.train", fail)
     run = SimpleNamespace(
         finished=False,
-        position=SimpleNamespace(rows=()),
+        position=SimpleNamespace(rows=(), stale=()),
         create_trainer=create_trainer,
         sample_scorers=SimpleNamespace(close=lambda: closed.append(True)),
     )

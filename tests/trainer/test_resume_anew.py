@@ -116,6 +116,12 @@ def test_a_change_takes_effect_from_its_step_on_and_is_noted(
     assert settings.count("learning_rate") == 1
 
 
+def test_a_change_may_begin_a_curriculum_or_replace_its_levels(truncated_run):
+    for steps, change in ((4, "curriculum=success"), (5, "curriculum_column=answer")):
+        rows = train(f"--resume --steps {steps} --change {change}", truncated_run)
+        assert rows[-1]["curriculum/level"] == 0 and rows[-1]["step"] == steps
+
+
 def test_a_flag_that_replaces_a_setting_of_the_recipe_resumes_older_runs(tmp_path):
     """Older versions kept the replaced pair in config.json, and read the last one."""
     environment = "environment: {name: calculator, digits: 3, operations: +}"
@@ -172,6 +178,15 @@ def test_steps_may_be_added(stopped_run, truncated_run, ended, tmp_path, console
         train("--resume --steps 5", folder)
 
 
+def test_steps_may_be_removed_and_added_again_while_groups_are_in_flight(tmp_path):
+    flow = "--max-steps-off-policy 2 --eval-every 0 --save-every 1 --keep-last 9"
+    train(f"{WORDS} {flow} --steps 5", tmp_path / "run")
+    for name in ("grpo-000003", "grpo-000004", "grpo-final"):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / name)
+    for steps in (2, 4):
+        assert train(f"--resume --steps {steps}", tmp_path / "run")[-1]["step"] == steps
+
+
 @pytest.mark.slow
 def test_a_schedule_that_ends_says_what_more_steps_do(tmp_path, console_notes):
     train(f"{WORDS} --steps 2 --schedule linear", tmp_path / "run")
@@ -203,6 +218,19 @@ def test_of_several_stages_those_that_ended_stay(tmp_path, console_notes):
     train("--resume --change sft.learning_rate=1e-4", tmp_path / "run")
     assert "stage sft has ended: --change sft.learning_rate changes nothing" in console_notes
     assert any("all steps of this run are done: --grpo.steps N" in text for text in console_notes)
+
+
+def test_a_change_before_the_first_checkpoint_may_be_of_any_stage(tmp_path, console_notes):
+    (tmp_path / "two.yaml").write_text(TWO)
+    train(f"{tmp_path / 'two.yaml'} --steps 1", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    train("--resume --change sft.learning_rate=1e-3", tmp_path / "run")
+    stages = config(tmp_path / "run")["stages"]
+    assert [stage["settings"]["learning_rate"] for stage in stages] == [0.001, 0.01]
+    assert "from step 0 on: learning_rate 0.01 -> 0.001" in console_notes
+    train("--resume --rollouts-every 7", tmp_path / "run")  # the files of the first stage stay
+    stages = config(tmp_path / "run")["stages"]
+    assert [stage["settings"]["rollouts_every"] for stage in stages] == [20, 7]
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -251,6 +279,7 @@ def test_the_settings_that_a_change_names():
     ("--change steps=4", "use it with --resume|use it with resume"),
     ("--resume --change steps", "expected NAME=VALUE"),
     ("--resume --change stepps=4", "did you mean --steps"),
+    ("--resume --change learning_rate=x", "--change learning_rate: x is not"),
 ])  # fmt: skip
 def test_what_is_wrong_with_it_is_said(flags, problem, tmp_path):
     (tmp_path / "two.yaml").write_text(TWO)

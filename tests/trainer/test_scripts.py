@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import itertools
 import json
 import os
@@ -19,10 +20,10 @@ import pytest
 from rank_server import run_script
 
 from rl.algorithms import METHODS
-from rl.config import RunSettings, cli, resolve_config
+from rl.config import RunSettings, cli, read_run, resolve_config
 from rl.errors import UserError
 from rl.jsonl import read_jsonl
-from rl.trainer import check_trusted, open_weights
+from rl.trainer import check_trusted, main, open_weights, run_guarded
 from rl.trainer.evaluator import compute_pass_at_k, pass_at_k
 
 REPO = Path(__file__).resolve().parents[2]
@@ -154,6 +155,29 @@ def test_what_cannot_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.Monk
     assert open_weights("runs/mine").path == Path("runs/mine/checkpoints/sft-000020")
     with pytest.raises(UserError, match="no checkpoint 'best'; it has sft-000020"):
         open_weights("runs/mine", "best")
+
+
+def test_a_full_disk_is_answered_with_resume_only_after_a_run_has_begun(monkeypatch, capsys):
+    def fill(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def begin(run, on_begin, **_):
+        on_begin()
+        fill()
+
+    def execute_with(function):
+        monkeypatch.setattr("rl.trainer.entry_point.execute", function)
+        main(read_run(["grpo"], METHODS, REPO / "recipes" / "addition.yaml", RunSettings))
+
+    def export():
+        run_guarded(fill, see="python export.py --help", outcome="nothing was exported")
+
+    works = {export: False, lambda: execute_with(fill): False, lambda: execute_with(begin): True}
+    for work, resumes in works.items():
+        with pytest.raises(SystemExit):
+            work()
+        text = capsys.readouterr().err
+        assert "free some space" in text and ("--resume" in text) is resumes
 
 
 def test_the_newest_checkpoint_is_taken_and_the_best_on_demand(tmp_path: Path):

@@ -6,7 +6,12 @@ from types import SimpleNamespace
 from rl.data import ProblemSet
 from rl.jsonl import read_jsonl
 from rl.reporting import CHECKPOINTS
-from rl.trainer.checkpoint_manager import CheckpointManager, StageSteps, scan_checkpoints
+from rl.trainer.checkpoint_manager import (
+    CheckpointManager,
+    StageSteps,
+    make_checkpoint_row,
+    scan_checkpoints,
+)
 from rl.trainer.resume import compute_data_fingerprint
 from rl.types import Problem
 
@@ -47,7 +52,9 @@ def test_everything_that_is_asked_or_answered_counts_in_the_fingerprint():
 
 
 def test_each_stage_keeps_the_best_weights_of_its_own(tmp_path):
-    """Superseded best weights go at the next checkpoint; those of earlier stages stay."""
+    """Superseded best weights go at the next checkpoint, and so do those that a resumed run has not
+    found again; those of earlier stages stay.
+    """
 
     def written(kind):
         def write(name, **_):
@@ -57,7 +64,9 @@ def test_each_stage_keeps_the_best_weights_of_its_own(tmp_path):
         return write
 
     logbook = SimpleNamespace(folder=tmp_path, guard=lambda: None, sync=lambda: None)
-    keeper = CheckpointManager(logbook)
+    stale = tmp_path / "sampler_weights" / "b-best-000007"
+    stale.mkdir(parents=True)
+    keeper = CheckpointManager(logbook, stale=[make_checkpoint_row(stale, "best", "b", 7)])
     policy = SimpleNamespace(
         save_state=written("checkpoints"), save_weights_for_sampler=written("sampler_weights")
     )
