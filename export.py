@@ -85,7 +85,9 @@ def main(args: argparse.Namespace, exported: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    args = parser.parse_args()
+    from rl.config import parse_script
+
+    args = parse_script(parser, "nothing was exported")
     from rl.startup import reduce_gc
 
     reduce_gc()

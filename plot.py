@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from rl.config import parse_script
 from rl.errors import UserError
 from rl.reporting import AXES, CURVES, PICTURE_SUFFIXES, draw_curves
 
@@ -46,7 +47,7 @@ parser.add_argument(
 
 
 def main() -> int:
-    args = parser.parse_args()
+    args = parse_script(parser, "nothing was plotted")
     if (
         len(args.runs) > 1
         and args.runs[-1].suffix.lower() in PICTURE_SUFFIXES

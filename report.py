@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from rl.config import parse_script
 from rl.errors import UserError
 
 parser = argparse.ArgumentParser(
@@ -26,7 +27,7 @@ parser.add_argument(
 
 
 def main() -> int:
-    args = parser.parse_args()
+    args = parse_script(parser, "nothing was written")
     from rl.trainer import write_report  # imports torch, which --help does not need
 
     try:

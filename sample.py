@@ -160,13 +160,14 @@ def open_models(
         )
 
 
-def main(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace, models: list[SampledModel]) -> None:
+    """Sample from the models of `open_models`, which `models` receives."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
     with contextlib.ExitStack() as resources:
-        models = list(open_models(args, resources))
+        models += list(open_models(args, resources))
         for model in models:
             params = model.params
             line = (
@@ -261,8 +262,11 @@ if __name__ == "__main__":
     reduce_gc()
     from rl.trainer import run_guarded
 
+    models: list[SampledModel] = []
     sys.exit(
         run_guarded(
-            lambda: main(args), see="python sample.py --help", outcome="no further sampling"
+            lambda: main(args, models),
+            see="python sample.py --help",
+            outcome=lambda: "no further sampling" if models else "nothing was sampled",
         )
     )

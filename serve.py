@@ -183,7 +183,9 @@ def is_installed(module: str) -> bool:
 
 
 if __name__ == "__main__":
-    args = parser.parse_args()
+    from rl.config import parse_script
+
+    args = parse_script(parser, "nothing is served")
     from rl.startup import reduce_gc
 
     reduce_gc()

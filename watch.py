@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from rl.config import parse_script
 from rl.startup import reduce_gc
 
 KEYS = "q quit   n/p next and previous answers"
@@ -64,7 +65,7 @@ def wait_for_key(seconds: float, has_keys: bool) -> str:
 
 
 def main() -> int:
-    args = parser.parse_args()
+    args = parse_script(parser, "nothing is watched")
     if not args.interval > 0:
         parser.error(f"--interval is a positive number of seconds, got {args.interval}")
     if args.labels is not None and len(args.labels) != len(args.runs):

@@ -62,4 +62,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(parser.parse_args()))
+    from rl.config import parse_script
+
+    sys.exit(main(parse_script(parser, "nothing was explained")))

@@ -8,7 +8,7 @@ from rl.config.check_config import (
     reject_sampling_settings,
     require,
 )
-from rl.config.cli import override_settings, parse_run, read_run
+from rl.config.cli import override_settings, parse_run, parse_script, read_run
 from rl.config.data_config import (
     AnswerDataSettings,
     DataFormat,
@@ -134,6 +134,7 @@ __all__ = [
     "require",
     "override_settings",
     "parse_run",
+    "parse_script",
     "read_run",
     "resolve_config",
     "unflatten_settings",

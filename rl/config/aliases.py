@@ -16,9 +16,8 @@ _TABLE = """
 lr actor.optim.lr = learning_rate
 max_steps = steps: number of batches; each takes num_substeps optimizer steps (1 by default)
 num_steps total_steps trainer.total_training_steps = steps
-num_train_epochs = steps: number of batches; rows / batch_size of them are an epoch. sft and the
-    methods on preferences have epochs
-epochs = steps: number of batches; rows / batch_size of them are an epoch
+num_train_epochs = epochs: passes over the rows; methods that sample have steps instead
+num_train_epochs epochs = steps: number of batches; rows / batch_size of them are an epoch
 trainer.total_epochs = steps: rows / batch_size steps are an epoch
 num_generations n_samples_per_prompt rollout_n = group_size: batch_size counts problems, not answers
 rollout.n = group_size
@@ -191,7 +190,9 @@ def find_alias_hint(
     for here, more in matches:
         if not here:
             return f": {more}"
-        if known is None or here in known:
+        # ppo's epochs are passes over a batch
+        is_other = name == "num_train_epochs" and here == "epochs" and "value_clip" in (known or ())
+        if known is None or (here in known and not is_other):
             return f"; it is called --{here.replace('_', '-')} here" + (
                 f" ({more})" if more else ""
             )

@@ -6,7 +6,9 @@ imports nothing slow, so that help appears at once.
 
 from __future__ import annotations
 
+import argparse
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +22,7 @@ from rl.config.fields import (
     flatten_settings,
     get_fields,
     get_saved_values,
+    nearest_name,
     to_raw_value,
 )
 from rl.config.flag_parser import parse_arguments, parse_changes, resolve_flags, split_flags
@@ -129,6 +132,25 @@ def parse_run(
         format_help.exit_with_problems(
             error.problems, see=" ".join(["python train.py", *named[:1], "--help"])
         )
+
+
+def parse_script(parser: argparse.ArgumentParser, outcome: str) -> argparse.Namespace:
+    """Return the arguments of a script that takes no settings of train.py. Unknown flags, with the
+    nearest names, are printed in a box titled `outcome`.
+    """
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    names = [flag[2:] for flag in flags if flag.startswith("--")]
+    problems = []
+    for word in sys.argv[1:]:
+        name = word.partition("=")[0]
+        # argparse accepts abbreviations
+        if name.startswith("--") and not any(known.startswith(name[2:]) for known in names):
+            near = nearest_name(name[2:], names)
+            problems.append(f"{name}: no such flag" + (f"; did you mean --{near}?" if near else ""))
+    if problems:
+        see = f"python {parser.prog} --help"
+        format_help.exit_with_problems(problems, see=see, outcome=outcome)
+    return parser.parse_args()
 
 
 # --------------------------------------------------------------------------------------------- help

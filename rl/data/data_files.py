@@ -47,7 +47,8 @@ def find_files(folder: Path, split: str, config: str | None = None) -> list[Path
     readme = _files_of_readme(folder, config)
     for name in SPLIT_ALIASES.get(split, (split,)):
         named = [path for suffix in FILE_SUFFIXES if (path := folder / f"{name}{suffix}").is_file()]
-        if files := named[:1] or _files_of_saved(folder, name) or readme.get(name):
+        saved = _files_of_saved(folder, name)  # raises if incomplete, also beside a named file
+        if files := named[:1] or saved or readme.get(name):
             return files
         if files := _files_by_pattern(folder, name, config):
             splits = [key for key, listed in readme.items() if not {*files}.isdisjoint(listed)]

@@ -109,11 +109,14 @@ def get_launch_sharding() -> Sharding:
     Raises UserError for a DeepSpeed config that is missing or invalid.
     """
     if is_set("ACCELERATE_USE_DEEPSPEED"):
-        zero = make_engine_config(_read_deepspeed_config(), bf16=False)["zero_optimization"]
+        config = _read_deepspeed_config()
+        zero = make_engine_config(config, bf16=False)["zero_optimization"]
+        requested = config.get("zero_optimization", {}).get("zero_hpz_partition_size")
         return ZeroSharding(
             stage=int(zero["stage"]),
             offload=zero.get("offload_optimizer", {}).get("device", "none") != "none",
             hpz=int(zero.get("zero_hpz_partition_size") or 1),
+            hpz_is_auto=requested == "auto" and zero["stage"] == 3,
         )
     return FSDPSharding(replicas=_parallel_size("DP_REPLICATE")) if _uses_fsdp() else Sharding()
 

@@ -33,7 +33,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rl.errors import UserError
+from rl.errors import UserError, suggest_path
 from rl.jsonl import flush_to_disk, write_atomically
 
 MANIFEST = "manifest.json"
@@ -336,7 +336,10 @@ def verify_checkpoint(folder: Path) -> None:
     folder = Path(folder)
     restore_replaced(folder)
     if not folder.is_dir():
-        raise DamagedCheckpoint(f"no checkpoint at {folder}: the folder does not exist")
+        raise DamagedCheckpoint(
+            f"no checkpoint at {folder}: the folder does not exist{suggest_path(folder)}. "
+            "Expected: the folder that save_state(...).result().path names"
+        )
     if (
         (folder / "state.json").is_file()
         and not (folder / MANIFEST).is_file()

@@ -7,7 +7,7 @@ constant is the size of a dtype or a default of DeepSpeed 0.19; none is fitted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from rl.distributed.collectives import SUM_BUCKET_BYTES
@@ -73,8 +73,8 @@ class Sharding:
         """Return whether each rank holds and reads only a shard of the weights."""
         return False
 
-    def rescale(self) -> Sharding:
-        """Return the sharding for another number of processes."""
+    def rescale(self, world: int, per_machine: int) -> Sharding:
+        """Return the sharding for another number of processes, `per_machine` on each machine."""
         return self
 
     def describe(self, world: int) -> str:
@@ -126,7 +126,7 @@ class FSDPSharding(Sharding):
     def reads_shards(self, world: int) -> bool:
         return True
 
-    def rescale(self) -> Sharding:
+    def rescale(self, world: int, per_machine: int) -> Sharding:
         return FSDPSharding()
 
     def describe(self, world: int) -> str:
@@ -152,13 +152,18 @@ class FSDPSharding(Sharding):
 @dataclass(frozen=True, kw_only=True)
 class ZeroSharding(Sharding):
     """Shard the state by DeepSpeed's ZeRO `stage`. `hpz`: number of ranks that hold stage 3's
-    second copy of the weights together, 1 without one.
+    second copy of the weights together, 1 without one. `hpz_is_auto`: it follows the launch.
     """
 
     divides: ClassVar[bool] = True
     owns_weights: ClassVar[bool] = True
     stage: int = 0
     hpz: int = 1
+    hpz_is_auto: bool = field(default=False, compare=False)
+
+    def rescale(self, world: int, per_machine: int) -> Sharding:
+        rows = per_machine if per_machine < world else 1
+        return replace(self, hpz=rows) if self.hpz_is_auto else self
 
     @property
     def level(self) -> int:  # type: ignore[override]

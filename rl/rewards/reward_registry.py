@@ -322,8 +322,12 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
     entry = _REGISTRY.get(spec)
     if entry is None:
         known = ", ".join(registered_rewards())
+        module, _, attribute = spec.rpartition(".")
+        file = f"{module.replace('.', '/')}.py"
+        is_file = module and Path(file).is_file()
+        near = f"did you mean '{file}:{attribute}'? " if is_file else _suggest_name(spec, _REGISTRY)
         raise UserError(
-            f"no reward is named {spec!r}: {_suggest_name(spec, _REGISTRY)}registered are {known}; "
+            f"no reward is named {spec!r}: {near}registered are {known}; "
             "pass your function as my_reward.py:function"
         )
     function = _bind_settings(spec, entry.target, settings)

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from rl.errors import RankLost, warn_on_rank_zero
+
 Method = TypeVar("Method", bound=Callable[..., Any])
 LEARNER, SAMPLER = "learner", "sampler"  # groups of ranks
 SERVICE = "service"  # each group executes the verb for its part of a service
@@ -70,11 +72,50 @@ def verb(*values: Any, **fields: Any) -> Callable[[Method], Method]:
 
 
 class VerbFuture(Future):
-    """Hold the future result of a submitted verb. `verb`: its name."""
+    """Hold the future result of a submitted verb. `verb`: its name.
+
+    If a learner verb failed and nothing has read its error, a warning reports the error when the
+    future is collected, as asyncio does.
+    """
 
     def __init__(self, verb: str):
         super().__init__()
         self.verb = verb
+        self._unread_error: BaseException | None = None
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Set the error of the verb. After RankLost every verb fails with it: no warning."""
+        spec = VERBS[self.verb]
+        if spec.group == LEARNER and not (spec.is_cleanup or isinstance(exception, RankLost)):
+            self._unread_error = exception
+        super().set_exception(exception)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait for the result, as `Future.result` does."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._mark_read()
+            del self  # a cycle with the traceback would keep the verb's tensors
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the error, as `Future.exception` does."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self._mark_read()
+
+    def _mark_read(self) -> None:
+        if self.done():
+            self._unread_error = None
+
+    def __del__(self) -> None:
+        if self._unread_error is not None:
+            warn_on_rank_zero(
+                f"{self.verb} failed, and its result was not read: {self._unread_error!r}. Call "
+                f"result() of the future that {self.verb} returned",
+                stacklevel=99,  # no line of a script: it is collected anywhere
+            )
 
 
 @dataclass(eq=False)

@@ -363,7 +363,10 @@ class WorkerGroup:
             try:
                 if lost is not None:
                     raise lost
-                _refuse_after_failure(executor, service, call)
+                # without `call`: the frames of an error would keep it, and its future the error
+                _refuse_after_failure(
+                    executor, service, call.verb, call.arguments, call.dependencies
+                )
                 result = _execute_everywhere(executor, service, call.verb, call.arguments)
                 call.future.set_result(result)
             except BaseException as error:
@@ -421,21 +424,23 @@ def _execute_everywhere(executor: Any, service: int, verb: str, arguments: Seque
     return _execute(worker, verb, arguments)
 
 
-def _refuse_after_failure(executor: Any, service: int, call: VerbCall) -> None:
+def _refuse_after_failure(
+    executor: Any, service: int, verb: str, arguments: Sequence[Any], dependencies: Sequence[Future]
+) -> None:
     """Raise the error of an earlier verb that this verb depends on, after the verb's `on_refusal`:
     `optim_step` drops the gradients, since an update on part of the batch is worse than none.
 
     A sampling client of weights raises likewise if saving them under a name failed, so that the
     error is not lost.
     """
-    errors = ((earlier, earlier.exception()) for earlier in call.dependencies)
+    errors = ((earlier, earlier.exception()) for earlier in dependencies)
     failed, error = next((pair for pair in errors if pair[1] is not None), (None, None))
     if error is None:
         return
-    if call.spec.on_refusal is None:
+    if (on_refusal := VERBS[verb].on_refusal) is None:
         raise error
-    _execute_everywhere(executor, service, call.spec.on_refusal, call.arguments[:1])
+    _execute_everywhere(executor, service, on_refusal, arguments[:1])
     failed_verb = failed.verb if isinstance(failed, VerbFuture) else "call"
     raise RuntimeError(
-        f"{call.verb} was not run, because an earlier {failed_verb} failed: {error}"
+        f"{verb} was not run, because an earlier {failed_verb} failed: {error}"
     ) from error

@@ -290,7 +290,7 @@ class ModelManager:
         """
         try:
             if end_reason is not None:
-                self._drop_gradient(model, end_reason)
+                self.drop_gradient(model, end_reason)
             self.write_model(model)
         except Exception as error:  # boundary: for example a full disk; other models are written
             fields = {"model": model.model_id}
@@ -353,7 +353,7 @@ class ModelManager:
         self._try_write(model, "its session ended")
         self.free_model(model)
 
-    def _drop_gradient(self, model: ModelRecord, reason: str) -> None:
+    def drop_gradient(self, model: ModelRecord, reason: str) -> None:
         """Drop the gradient of a step that was not finished. The step's update will fail."""
         if model.client is not None and model.has_gradient:
             drop_gradients(model.client)

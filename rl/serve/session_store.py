@@ -349,7 +349,11 @@ class SessionStore:
             checkpoint_folder.remove_expired(folder.parent)
             if _is_checkpoint(folder):
                 return model, folder
-        raise HttpError(404, f"there is nothing at {tinker_path}")
+            saved = [f"{part}/{path.name}" for part, path in self.iter_checkpoints(model)]
+            hint = f": this model has saved {', '.join(saved[-8:]) or 'nothing'}"
+        else:
+            hint = ": it is not a path that saving with this key returned"
+        raise HttpError(404, f"there is nothing at {tinker_path}{hint}")
 
     def iter_checkpoints(self, model: ModelRecord) -> Iterator[tuple[str, Path]]:
         """Yield (kind, folder) of each checkpoint of a model that has not expired."""

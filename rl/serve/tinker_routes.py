@@ -207,10 +207,11 @@ class TinkerRoutes(ServerParts):
         return response
 
     async def unload_model(self, owner: str, body: schemas.ModelBody) -> Any:
-        """Write a model to disk and free its memory."""
+        """Drop a model's accumulated gradient, write the model to disk, and free its memory."""
         model = self.session_store.get_model(body.model_id, owner)
 
         def unload() -> None:
+            self.model_manager.drop_gradient(model, "the model was unloaded")
             self.model_manager.write_model(model)
             self.model_manager.free_model(model)
 

@@ -97,14 +97,14 @@ def resolve_launch(run: RunConfig) -> tuple[LaunchShape, DeviceMemory]:
     cuda = has_gpu or hypothetical
     launched, sharding = int(os.environ.get("WORLD_SIZE", "1")), get_launch_sharding()
     world = options.plan_gpus or launched
+    per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "8")) if world == launched else 8)
     if world != launched:
-        sharding = sharding.rescale()
+        sharding = sharding.rescale(world, per_node)
         if any(stage.settings.optim.expert_parallel_size > 1 for stage in run.stages):
             sharding = FSDPSharding()  # the only one that divides experts
     if options.plan_zero is not None:
         stage = options.plan_zero
         sharding = Sharding() if stage == "none" else ZeroSharding(stage=int(stage))
-    per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "8")) if world == launched else 8)
     bf16 = precision == "bf16" or (precision == "auto" and cuda)
     device = _resolve_device(options.plan_gpu_memory, hypothetical=hypothetical, per_node=per_node)
     launch = LaunchShape(

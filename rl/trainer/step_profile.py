@@ -55,7 +55,7 @@ class StepProfile:
     (compilation, first allocations). The profiler stops for an evaluation, and starts again with
     the next step.
 
-    Writes `folder`/NAME.json.gz (the trace; NAME_2.json.gz after an evaluation, and so on) and
+    Writes `folder`/NAME.json.gz (the trace; NAME+2.json.gz after an evaluation, and so on) and
     `folder`/NAME.txt (the tables). The profiler changes no result and makes the profiled steps
     slower.
     """
@@ -127,7 +127,8 @@ class StepProfile:
         )
         self.table = format_parts(self._seconds, max(1, self._done), cuda=cuda)
         count = len(self._seconds)
-        trace = self.name if count == 1 else f"{self.name}_{count}"
+        # no name of a stage has a plus
+        trace = self.name if count == 1 else f"{self.name}+{count}"
         text = "\n\n".join([self.table, *self._operators])
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -117,8 +117,9 @@ class VllmEngine:
         _check_supported(request)
         if request.topk_prompt_logprobs and self.pool.uses_adapters:
             raise ValueError(
-                "vLLM 0.32 with --enable-lora fails at logprobs of prompts: leave "
-                "topk_prompt_logprobs out, or start the servers without --enable-lora"
+                "vLLM 0.32 with --enable-lora fails at logprobs of prompts, which likely tokens "
+                "need: leave topk_prompt_logprobs out (in a request to /v1: top_logprobs, or "
+                "logprobs above 0), or start the servers without --enable-lora"
             )
         topk, most = request.topk_prompt_logprobs, self.pool.max_logprobs
         if topk > most >= 0:

@@ -234,6 +234,29 @@ def test_an_update_after_a_failed_forward_backward_is_refused(full_client):
     assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0  # the client still works
 
 
+@pytest.mark.parametrize("verbs", [("forward_backward",), ("forward_backward", "optim_step")])
+def test_a_failure_that_nothing_reads_is_a_warning(full_client, verbs):
+    """A failure that is read, through the verb that depends on it too, is none."""
+    client, datums = full_client, random_datums(2)
+    datums[0].loss_fn_inputs["logprobs"].array[:] = -1e30
+    submit = {
+        "forward_backward": lambda: client.forward_backward(datums, "importance_sampling"),
+        "optim_step": lambda: client.optim_step(ADAM),
+    }
+    with pytest.warns(UserWarning, match=f"{verbs[-1]} failed, and its result was not read: ") as w:
+        for verb in verbs:
+            submit[verb]()
+        client.load_state(client.save_state("good").result().path).result()
+    assert sum("was not read" in str(warning.message) for warning in w) == 1
+    with warnings.catch_warnings(record=True) as read:
+        warnings.simplefilter("always")
+        submit["forward_backward"]()
+        with pytest.raises(RuntimeError, match="optim_step was not run"):
+            submit["optim_step"]().result()
+        client.load_state(client.save_state("better").result().path).result()
+    assert not any("was not read" in str(warning.message) for warning in read)
+
+
 def test_a_forward_whose_loss_is_not_finite_leaves_the_gradient(full_client):
     client, datums, overflows = full_client, random_datums(2), random_datums(2)
     overflows[0].loss_fn_inputs["logprobs"].array[:] = -1e30
@@ -253,9 +276,10 @@ def test_a_loaded_state_ends_the_refusal_of_a_failed_forward_backward(full_clien
     client.load_state_with_optimizer(path)
     client.forward_backward(random_datums(3), "importance_sampling")
     assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0
-    client.load_state(path + "-missing")
+    client.load_state(path + "s")
     client.forward_backward(random_datums(3), "importance_sampling")
-    with pytest.raises(RuntimeError, match="not run, because an earlier load_state failed"):
+    message = "not run, because an earlier load_state failed: .*; did you mean .*/good[?]"
+    with pytest.raises(RuntimeError, match=message):
         client.optim_step(ADAM).result()
 
 

@@ -36,7 +36,7 @@ def test_a_method_that_is_none(name, says, tmp_path, capsys):
     assert ended.value.code == 2 and says.split()[-1] in text and "Traceback" not in text, text
 
 
-def test_what_a_file_imports_is_not_offered_as_its_own(tmp_path):
+def test_what_a_file_imports_is_not_offered_as_its_own(tmp_path, monkeypatch):
     file = tmp_path / "mine.py"
     file.write_text(
         "from functools import partial\nfrom math import sqrt\nfrom pathlib import Path\n"
@@ -46,6 +46,9 @@ def test_what_a_file_imports_is_not_offered_as_its_own(tmp_path):
     )
     with pytest.raises(UserError, match="it has Room, good, half$"):
         resolve_reward(f"{file}:absent")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="did you mean 'mine.py:good'[?]"):
+        resolve_reward("mine.good")
     with pytest.raises(UserError, match="it has Room$"):
         resolve_environment(f"{file}:Absent")
 

@@ -148,6 +148,10 @@ def test_what_datasets_saved_and_a_downloaded_repository(tmp_path, monkeypatch):
     assert len(load_problems(tmp_path / "saved")) == len(load_problems(tmp_path / "one")) == 5
     with pytest.raises(MissingSplit):
         load_problems(tmp_path / "one", split="test")
+    write_rows(tmp_path / "one" / "train.jsonl", *make_sum_rows(1))
+    next((tmp_path / "one").glob("*.arrow")).unlink()
+    with pytest.raises(UserError, match="lacks .*arrow, which its state.json names"):
+        load_problems(tmp_path / "one")
 
     repo = tmp_path / "repo"
     (repo / "data").mkdir(parents=True)

@@ -330,6 +330,10 @@ def test_rows_of_a_second_copy_lie_inside_machines(world, local, size, rows, mon
     zero = {"stage": 3, "zero_hpz_partition_size": size}
     sharding = sharding_of(monkeypatch, tmp_path, local=local, world=world, **zero)
     assert sharding == ZeroSharding(stage=3, hpz=rows)
+    # --plan-gpus: "auto" follows the launch that is planned
+    planned = [sharding.rescale(world, 8) for world in (16, 8)]
+    expected = (8, 1) if size == "auto" else (rows, rows)
+    assert planned == [ZeroSharding(stage=3, hpz=hpz) for hpz in expected]
 
 
 @pytest.mark.parametrize(("world", "local", "stage", "size"), [("8", "4", 3, 8), ("16", "8", 2, 8)])

@@ -485,7 +485,10 @@ def test_what_was_saved_can_be_listed_and_removed(wires, monkeypatch):
     monkeypatch.setattr(time, "time", lambda now=time.time: now() + 1.1)
     assert [item["tinker_path"] for item in list_checkpoints()] == [whole]
     load = {"session_id": wires.session, "model_seq_id": 60, "path": kept, "optimizer": True}
-    wires.post("load_weights", 404, **load)
+    refusal = wires.post("load_weights", 404, **load)
+    assert f"nothing at {kept}: this model has saved external_weights/c" in refusal["detail"], (
+        refusal
+    )
 
 
 def test_a_damaged_checkpoint_hides_no_other(wires, model_server):

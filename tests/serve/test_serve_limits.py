@@ -304,6 +304,10 @@ def test_every_stored_result_counts_for_its_tenant(tmp_path):
         wires.wait(wires.step(model, 1))
         wires.wait(wires.post("unload_model", model_id=model))
         assert set(item.request_store._tenant_bytes) == {wires.session}
+        wires.output(wires.ask(model, 2, make_text_datums(2)))
+        wires.wait(wires.post("unload_model", model_id=model))  # drops the gradient
+        refused = wires.wait(wires.step(model, 3))
+        assert "gradients are lost, because the model was unloaded" in refused["error"], refused
     with server(tmp_path, durable=True, resume=True) as item:
         assert set(item.request_store._tenant_bytes) == {wires.session}
 

@@ -252,6 +252,7 @@ def test_evaluate_asks_before_it_imports_what_a_folder_of_somebody_else_names(
 @pytest.mark.slow
 @pytest.mark.parametrize(("words", "message"), [
     ("sample.py ./gone --prompt 1+1=", "no folder ./gone"),
+    ("sample.py tiny:addition --tempratur 1", "1 problem: nothing was sampled"),
     ("evaluate.py tiny:addition", "pass --dataset"),
 ])  # fmt: skip
 def test_mistakes_end_in_one_box(words, message, tmp_path: Path):

@@ -93,9 +93,9 @@ def test_the_rows_add_up_to_the_steps_with_evaluations_between_them(tmp_path, mo
     train(tmp_path / "run", words)
     folder = tmp_path / "run" / "profile"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "grpo.json.gz", "grpo.txt", "grpo_2.json.gz"
+        "grpo+2.json.gz", "grpo.json.gz", "grpo.txt"
     ]  # fmt: skip
-    traces = [[e for e in read_events(folder, name) if "dur" in e] for name in ("grpo", "grpo_2")]
+    traces = [[e for e in read_events(folder, name) if "dur" in e] for name in ("grpo", "grpo+2")]
     names = [[event["name"] for event in events] for events in traces]
     assert [trace.count("whetstone/step") for trace in names] == [2, 1]  # the steps 2, 3, and 4
     assert [trace.count("whetstone/update") for trace in names] == [2, 1]
