@@ -184,7 +184,7 @@ def test_a_method_imports_a_module_beside_its_file(run_folder):
     (run_folder / "methods/beside_the_method.py").write_text("SUMMARY = 'from beside'\n")
     (run_folder / "methods/mine.py").write_text(
         "from beside_the_method import SUMMARY\nfrom rl.algorithms import GRPO\n\n\n"
-        "class Near(GRPO):\n    summary = SUMMARY\n\n\nclass Blank(GRPO):\n    \"\"\" \"\"\"\n"
+        'class Near(GRPO):\n    summary = SUMMARY\n\n\nclass Blank(GRPO):\n    """ """\n'
     )
     assert METHODS["methods/mine.py:Near"].summary == "from beside"
     assert METHODS["methods/mine.py:Blank"].summary == "methods/mine.py:Blank"
