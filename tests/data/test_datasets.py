@@ -155,7 +155,8 @@ def test_packed_private_tests_are_read_and_run_nothing(tmp_path: Path):
          "stdin or functional"),
         (LCB_STDIN, {"private_test_cases": "bm90aGluZw=="}, "neither JSON nor packed"),
         (LCB_CALL, {"metadata": "{}"}, "no func_name"),
-        (LCB_CALL, {"public_test_cases": json.dumps([{**SUM[0], "input": "[1"}])}, "is no JSON"),
+        *((LCB_CALL, {"public_test_cases": json.dumps([{**SUM[0], "input": text}])}, "is no JSON")
+          for text in ("[1", "[" * 100_000)),
         (MATH, {"solution": "So it is."}, "ends without an answer in"),
         (MATH, {"answer": " "}, "'answer' is empty"),
     ],
