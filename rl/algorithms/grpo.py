@@ -342,7 +342,8 @@ class GRPO(ReferenceMethod):
     @property
     def trains_in_parts(self) -> bool:
         hooks = ("compute_advantages", "update")
-        return all(getattr(type(self), name) is getattr(GRPO, name) for name in hooks)
+        inherited = all(getattr(type(self), name) is getattr(GRPO, name) for name in hooks)
+        return inherited and self.estimator.scope == "group"
 
     def compute_advantages(
         self, groups: Sequence[TrajectoryGroup], models: Models, *, keep_first: bool = True

@@ -363,8 +363,9 @@ class Method:
         if flow is not None and flow.gradient_parts > 1 and not self.trains_in_parts:
             raise UserError(
                 f"{type(self).__name__} has a compute_advantages or an update of its own, which "
-                "stream_minibatches would not call: leave stream_minibatches out, or inherit both "
-                "from rl.algorithms.GRPO"
+                "stream_minibatches would not call, or an estimator of scope 'batch', which would "
+                "see a part of the batch: leave stream_minibatches out, or inherit both from "
+                "rl.algorithms.GRPO, with an estimator of scope 'group'"
             )
 
     def describe_data(self, problems: ProblemSet, renderer: Any) -> str | None:

@@ -101,7 +101,7 @@ def _load_method(address: str) -> type[Method]:
     if fault := _find_fault(method):
         raise SettingsError([f"method {address} {fault}"])
     if "summary" not in vars(method):
-        method.summary = (target.__doc__ or address).strip().splitlines()[0]
+        method.summary = ((target.__doc__ or "").strip() or address).splitlines()[0]
     return method
 
 

@@ -255,7 +255,7 @@ def _call(case: Mapping[str, Any]) -> list[Any]:
     try:
         arguments = [json.loads(line) for line in str(case["input"]).split("\n") if line.strip()]
         return [arguments, json.loads(str(case["output"]))]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRow(f"a test's input or output is no JSON ({error}): {str(case)[:80]!r}") from None
 
 

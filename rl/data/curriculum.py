@@ -130,6 +130,6 @@ def _sort_levels(levels: Iterable[Any]) -> list[Any]:
     ordered = sorted(levels)
     try:
         numbers = [float(level) for level in ordered]
-    except ValueError:
+    except (ValueError, OverflowError):
         return ordered
     return sorted(ordered, key=float) if all(map(math.isfinite, numbers)) else ordered

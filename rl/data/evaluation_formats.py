@@ -87,7 +87,7 @@ class MATH(RowFormat):
         name = _answer_column(columns, self.names)
         has_answer = name in columns and name != "solution"
         answer = columns[name] if has_answer else math_reward.extract_boxed_answer(worked or "")
-        if answer is None or not str(answer).strip():
+        if answer is None or answer != answer or not str(answer).strip():  # NaN: a missing value
             unmarked = f"'solution' ends without an answer in \\boxed{{}}: {str(solution)[-40:]!r}"
             raise BadRow(f"{name!r} is empty" if has_answer else unmarked)
         meta = {**collect_meta(columns, None, {"problem", "solution"}), "answer": str(answer)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def load_rollouts(
                 bad.add(row.place, error)
                 continue
             good += 1
-            groups.setdefault(key, []).append(problem)
+            if problem.answers:  # a row may have empty lists
+                groups.setdefault(key, []).append(problem)
     bad.raise_or_log(
         good,
         {
@@ -124,7 +126,9 @@ def filter_answers(
     )
     cutoff = reward_threshold if reward_threshold is not None else -math.inf
     if top_fraction is not None:
-        cutoff = rewards[max(1, math.ceil(top_fraction * len(rewards))) - 1]
+        # exact: 0.07 * 100 is above 7 as a float
+        count = math.ceil(Fraction(str(top_fraction)) * len(rewards))
+        cutoff = rewards[max(1, count) - 1]
     best = [(p, tuple(a for a in p.answers if a.reward >= cutoff)) for p in problems]
     problems_kept = [
         replace(p, answers=answers, index=i)

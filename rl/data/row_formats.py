@@ -383,7 +383,7 @@ def _content(value: Any, where: str) -> str:
 
 def _parse_dialogue(text: str, name: str) -> list[Message]:
     """Parse "\n\nHuman: Hi\n\nAssistant: Hello" to messages."""
-    parts = re.split(r"(?:^|\n\n)(Human|Assistant):", text)
+    parts = re.split(r"(?:^|\n\n)(Human|Assistant):", text.lstrip())
     roles = {"Human": "user", "Assistant": "assistant"}
     messages: list[Message] = [
         {"role": roles[speaker], "content": text_after.strip()}

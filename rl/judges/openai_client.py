@@ -189,9 +189,16 @@ class OpenAIClient:
     def _send(
         self, path: str, body: dict[str, Any] | None = None, seconds: float = _REQUEST_SECONDS
     ) -> Any:
-        """Return the JSON reply of a GET, or of a POST of `body`. Raises APIRequestError."""
+        """Return the JSON reply of a GET, or of a POST of `body`. Raises APIRequestError, and
+        UserError for a key that no header can hold.
+        """
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY_VARIABLE, "").strip():
+            if not (key.isascii() and key.isprintable()):
+                raise UserError(
+                    f"{API_KEY_VARIABLE} holds characters that no key has, such as a line break or "
+                    "an invisible space: set it to the key alone"
+                )
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         for wait in (*_RETRY_SECONDS, None):

@@ -130,12 +130,13 @@ def _split_partial_channels(
 
 
 def prompt_opens_thoughts(renderer: Renderer, prompt: Sequence[int]) -> bool:
-    """Return whether a prompt (token ids) ends within thoughts, so that the answer starts there."""
+    """Return whether a prompt (token ids) ends with the opening mark of thoughts, so that the
+    answer starts there. The same mark within a message opens nothing.
+    """
     thought = renderer.thought_marks()
     if thought is None:
         return False
-    text = renderer.decode(prompt[-64:])
-    return text.rfind(thought[0]) > text.rfind(thought[1])
+    return renderer.decode(prompt[-64:]).rstrip().endswith(thought[0].rstrip())
 
 
 def parse_partial_answer(

@@ -234,4 +234,6 @@ def _make_problem(
         text, meta = prompt["prompt"], prompt.get("meta") if meta is None else meta
     if not isinstance(text, str) or not text:
         raise UserError(f"prompt {index} must be a text that is not empty, got {text!r}")
+    if not isinstance(meta, Mapping | None):
+        raise UserError(f"the meta of prompt {index} must be a mapping, got {meta!r}")
     return Problem([{"role": "user", "content": text}], meta=meta or {}, tag="rlvr", index=index)

@@ -173,6 +173,13 @@ def test_filters_keep_the_best_and_their_ties(top_fraction, threshold, kept):
     assert [p.index for p in result] == list(range(len(kept)))
 
 
+@pytest.mark.parametrize("percent", [7, 28, 29, 55])
+def test_a_top_fraction_of_100_different_answers_is_a_percentage(percent):
+    problems = ProblemSet([make_stored_problem(*map(float, range(100)))])
+    (kept,) = filter_answers(problems, percent / 100, None)
+    assert len(kept.answers) == percent
+
+
 def test_a_filter_that_keeps_nothing_says_what_there_was():
     with pytest.raises(UserError, match="reward of 2 or more; the best has 0.9"):
         filter_answers(ProblemSet([make_stored_problem(0.9)]), None, 2.0)

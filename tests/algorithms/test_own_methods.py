@@ -147,7 +147,7 @@ def test_a_setting_that_a_users_class_does_not_use_is_rejected(run_folder, setti
     assert not (run_folder / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("name", ["Whole", "Clipped", "Scaled"])
+@pytest.mark.parametrize("name", ["Whole", "Clipped", "Scaled", "Wide"])
 def test_parts_are_refused_for_a_class_whose_hooks_they_would_not_call(run_folder, name):
     (run_folder / "mine.py").write_text(
         FILE
@@ -159,6 +159,13 @@ class Clipped(GRPO):
 class Scaled(GRPO):
     def compute_advantages(self, groups, models):
         return super().compute_advantages(groups, models)
+
+from rl.algorithms import AdvantageEstimator
+
+class Wide(GRPO):
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.estimator = AdvantageEstimator(list, "batch", compares_members=False)
 """
     )
     with pytest.raises(UserError, match=f"{name} has a compute_advantages or an update of its own"):
@@ -177,9 +184,10 @@ def test_a_method_imports_a_module_beside_its_file(run_folder):
     (run_folder / "methods/beside_the_method.py").write_text("SUMMARY = 'from beside'\n")
     (run_folder / "methods/mine.py").write_text(
         "from beside_the_method import SUMMARY\nfrom rl.algorithms import GRPO\n\n\n"
-        "class Near(GRPO):\n    summary = SUMMARY\n"
+        'class Near(GRPO):\n    summary = SUMMARY\n\n\nclass Blank(GRPO):\n    """ """\n'
     )
     assert METHODS["methods/mine.py:Near"].summary == "from beside"
+    assert METHODS["methods/mine.py:Blank"].summary == "methods/mine.py:Blank"
 
 
 def test_rewards_that_a_class_shapes_first_are_shaped_further(run_folder):

@@ -374,6 +374,7 @@ def test_batches_that_cannot_be_learnt_from_are_refused(service):
         (SUMS, [{}], "4 prompts need as many metas, in their order; got 1"),
         ([{"text": "1+1="}], None, "got the keys"),
         ([""], None, "prompt 0 must be a text that is not empty"),
+        ([{"prompt": "a", "meta": 4}], None, "the meta of prompt 0 must be a mapping, got 4"),
         (["1+1=", "1" * 600], None, "problem 1 has 600 tokens, .* context of 512: shorten the"),
     ):
         with pytest.raises(UserError, match=says):

@@ -156,10 +156,12 @@ def test_packed_private_tests_are_read_and_run_nothing(tmp_path: Path):
         (LCB_STDIN, {"private_test_cases": "bm90aGluZw=="}, "neither JSON nor packed"),
         (LCB_CALL, {"metadata": "{}"}, "no func_name"),
         (LCB_CALL, {"public_test_cases": json.dumps([{**SUM[0], "input": "[1"}])}, "is no JSON"),
+        (LCB_CALL, {"public_test_cases": json.dumps([{**SUM[0], "input": "[" * 100_000}])},
+         "is no JSON"),
         (MATH, {"solution": "So it is."}, "ends without an answer in"),
         (MATH, {"answer": " "}, "'answer' is empty"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:200],
 )  # fmt: skip
 def test_a_malformed_row_is_named(
     tmp_path: Path, row: dict[str, Any], change: dict[str, Any], text: str

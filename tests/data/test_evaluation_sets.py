@@ -126,8 +126,9 @@ def test_a_named_answer_column_holds_the_answer_of_every_format(tmp_path: Path):
     aime = f"aime:{write(tmp_path, {'Problem': '1+1', 'Answer': 1, 'gold': '002'})}"
     assert load_problems(aime, answer_column="gold")[0].meta["answer"] == "2"
     assert load_problems(aime, answer_column="Answer")[0].meta["answer"] == "1"
-    with pytest.raises(UserError, match="'gold' is empty"):
-        load_problems(write(tmp_path, {**math, "gold": " "}), answer_column="gold")
+    for empty in (" ", float("nan")):
+        with pytest.raises(UserError, match="'gold' is empty"):
+            load_problems(write(tmp_path, {**math, "gold": empty}), answer_column="gold")
 
 
 def test_a_row_with_a_prompt_is_no_multiple_choice(tmp_path: Path):

@@ -44,8 +44,8 @@ def load(tmp_path, *rows: dict, **settings):
         ({"instruction": "a?", "input": "", "output": "x", **TEXTS}, [USER]),
         ({"instruction": "Say", "input": "hi", **TEXTS}, [{**USER, "content": "Say\n\nhi"}]),
         ({"input": "a?", "output_1": "No", "output_2": "Yes", "label": 2}, [USER]),
-        ({"chosen": f"{TURNS}Yes", "rejected": f"{TURNS}No"},
-         [{**USER, "content": "A?"}, say("B."), USER]),
+        *(({"chosen": f"{begin}{TURNS.lstrip()}Yes", "rejected": f"{TURNS}No"},
+           [{**USER, "content": "A?"}, say("B."), USER]) for begin in ("\n\n", "\n", " ", "")),
     ],
     ids=str,
 )  # fmt: skip

@@ -244,6 +244,7 @@ def test_stored_answers_that_are_too_long_are_skipped_one_by_one(tmp_path, rende
         {"prompt": "a?", "response": "x" * 300, "reward": 0},
         {"prompt": "b?", "response": "x" * 300, "reward": 0},
         {"prompt": "c?", "response": ["y", "z" * 300, "w"], "reward": [1, 0, 0.5]},
+        {"prompt": "d?", "response": [], "reward": []},
     ]
     problems = load_rollouts(write_rows(tmp_path / "rows.jsonl", *rows))
 

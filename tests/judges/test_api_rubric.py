@@ -146,6 +146,10 @@ def test_the_key_is_sent_and_a_model_is_chosen(monkeypatch):
         APIRubricJudge(OpenAIClient(address + "/v1/#b"), rubric).probe()
         monkeypatch.setenv("OPENAI_API_KEY", "secret\r\n")  # sent without the line end
         APIRubricJudge(OpenAIClient(address + "#b"), rubric).probe()
+        for key in ("secret\u200b", "secret\nsecret"):
+            monkeypatch.setenv("OPENAI_API_KEY", key)
+            with pytest.raises(UserError, match="holds characters that no key has"):
+                APIRubricJudge(OpenAIClient(address + "#b"), rubric).probe()
     assert [body["model"] for body in bodies] == ["b", "b"] and keys == [None, "Bearer secret"]
 
 

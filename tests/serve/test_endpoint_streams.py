@@ -245,6 +245,8 @@ def test_thoughts_that_the_prompt_opened_are_thoughts(load, text, content, thoug
     prompt = [*begin, *renderer.encode("x"), *encode("<think>\n")]
     assert prompt_opens_thoughts(renderer, prompt)
     assert not prompt_opens_thoughts(renderer, [*prompt, *encode("</think>")])
+    mention = [{"role": "user", "content": "What does <think> mean?"}]
+    assert not prompt_opens_thoughts(renderer, renderer.build_generation_prompt(mention).to_ints())
     result = check_prefixes(renderer, encode_pieces(renderer.tokenizer, text), True, text)
     assert (result["content"], result["reasoning_content"]) == (content, thoughts)
 

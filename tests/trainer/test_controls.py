@@ -189,6 +189,7 @@ def test_texts_that_are_numbers_are_ordered_as_numbers():
     assert get_names("level 2", "level 1", "10") == ["10", "level 1", "level 2"]
     assert get_names(10, 9.5, 2) == [2, 9.5, 10]
     assert get_names("nan", "10", "9") == ["10", "9", "nan"]
+    assert get_names(10**400, 2) == [2, 10**400]
 
 
 def test_the_order_of_levels_is_that_of_the_checkpoint():
