@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rl.algorithms import METHODS, ModelRequests, RolloutDataSettings
+from rl.algorithms import METHODS, ModelRequests
 from rl.config import ModelSettings, RunConfig, StageConfig, nearest_name
 from rl.errors import UserError
 from rl.learner import learner_checkpoint
@@ -38,6 +38,7 @@ ORIGINS_KEY = (
 )
 # tiny models learn little below this rate: the recipes train them with 3e-4 to 3e-3
 _TINY_MODEL_RATE = 1e-4
+_DATA_SOURCES = ("dataset", "more_datasets", "eval_dataset", "more_eval_datasets")
 
 
 def _continuable_stages(stages: Sequence[StageConfig], index: int) -> list[int]:
@@ -287,20 +288,22 @@ def describe_tied_heads(run: RunConfig) -> list[str]:
 def check_outside_run_folder(
     run: RunConfig, notes: Sequence[Mapping[str, Any]], folder: Path
 ) -> None:
-    """Raise UserError if a run would read weights, stored answers or recorded decisions in its own
-    folder, which it is going to write to. A resumed run may read weights that it has written.
+    """Raise UserError if a run would read weights, data or recorded decisions in its own folder,
+    which it is going to write to. A resumed run may read what it has written.
     """
     sources = {f"begin from {n['from']}": n["base_model"] for n in notes if n.get("asked")}
     if (replay := run.options.replay) is not None:
         sources[f"replay {replay}"] = replay
     for stage in run.stages if run.options.overwrite else ():
-        targets = list(ModelRequests(METHODS.create(stage)).weights)
-        if isinstance(stage.settings.data, RolloutDataSettings):
-            targets.append(stage.settings.data.dataset)
-        paths = map(os.path.expanduser, targets)
+        requests, settings = ModelRequests(METHODS.create(stage)), stage.settings
+        data = (getattr(settings.data, name, None) or () for name in _DATA_SOURCES)
+        targets = [requests.critic_model, settings.model.tokenizer, *requests.weights]
+        for words in data:
+            targets += [words] if isinstance(words, str) else words
+        paths = map(os.path.expanduser, filter(None, targets))
         sources |= {f"read {path}": path for path in paths if os.path.exists(path)}
     for action, source in sources.items():
-        if Path(source).expanduser().resolve().is_relative_to(folder.resolve()):
+        if Path(os.path.expanduser(source)).resolve().is_relative_to(folder.resolve()):
             raise UserError(
                 f"the run would {action} and write into the same folder: give another --output-dir"
             )

@@ -218,7 +218,16 @@ def test_a_run_does_not_begin_from_its_own_folder(adapter, tmp_path):
     with pytest.raises(UserError, match="another --output-dir"):
         train(f"{GRPO} --base-model {tmp_path / 'sft'} --overwrite", tmp_path / "sft")
     (tmp_path / "sft/decisions.jsonl").touch()
-    for source in ("grpo --replay", "offline --dataset", "grpo --kl-coef 1 --reference-model"):
+    for source in (
+        "grpo --replay",
+        "offline --dataset",
+        "sft --dataset",
+        "grpo --eval-dataset",
+        "grpo --more-datasets",
+        "grpo --kl-coef 1 --reference-model",
+        "ppo --critic-model",
+        "grpo --tokenizer",
+    ):
         with pytest.raises(UserError, match="into the same folder"):
             train(f"{source} {tmp_path / 'sft'} --overwrite", tmp_path / "sft")
     assert (tmp_path / "sft/checkpoints/sft-final/model").is_dir()
