@@ -21,6 +21,7 @@ import torch
 
 from rl.algorithms import METHODS, ModelRequests
 from rl.config import ModelSettings, RunConfig, StageConfig, nearest_name
+from rl.data import GENERATED_REWARDS
 from rl.errors import UserError
 from rl.learner import learner_checkpoint
 from rl.models import (
@@ -294,19 +295,35 @@ def check_outside_run_folder(
     sources = {f"begin from {n['from']}": n["base_model"] for n in notes if n.get("asked")}
     if (replay := run.options.replay) is not None:
         sources[f"replay {replay}"] = replay
-    for stage in run.stages if run.options.overwrite else ():
-        requests, settings = ModelRequests(METHODS.create(stage)), stage.settings
-        data = (getattr(settings.data, name, None) or () for name in _DATA_SOURCES)
-        targets = [requests.critic_model, settings.model.tokenizer, *requests.weights]
-        for words in data:
-            targets += [words] if isinstance(words, str) else words
-        paths = map(os.path.expanduser, filter(None, targets))
-        sources |= {f"read {path}": path for path in paths if os.path.exists(path)}
+    if run.options.overwrite:
+        sources |= {f"read {path}": path for path in _list_input_paths(run.stages)}
     for action, source in sources.items():
         if Path(os.path.expanduser(source)).resolve().is_relative_to(folder.resolve()):
             raise UserError(
                 f"the run would {action} and write into the same folder: give another --output-dir"
             )
+
+
+def _list_input_paths(stages: Sequence[StageConfig]) -> list[str]:
+    """Return the existing files and folders that the stages read: data, tokenizers, and the models
+    of methods. Names of earlier stages and of generated data are no paths, even if a folder has
+    such a name.
+    """
+    paths: list[str] = []
+    for i, stage in enumerate(stages):
+        requests, settings = ModelRequests(METHODS.create(stage)), stage.settings
+        words = [*requests.weights, requests.critic_model, settings.model.tokenizer]
+        for name in _DATA_SOURCES:
+            value = getattr(settings.data, name, None) or ()
+            sets = [value] if isinstance(value, str) else value
+            words += [word for word in sets if word.partition(":")[0] not in GENERATED_REWARDS]
+        earlier = [other.name for other in stages[:i]]
+        for word in words:
+            if word and word not in earlier:
+                # of a listed data set and a file, NAME:FILE, also the file
+                parts = (word, word.partition(":")[2])
+                paths += filter(os.path.exists, map(os.path.expanduser, parts))
+    return paths
 
 
 def find_weights_folder(word: str) -> str:
