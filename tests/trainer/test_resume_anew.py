@@ -15,7 +15,8 @@ from rl.errors import RunFolderError
 from rl.jsonl import read_jsonl
 from rl.lr_schedule import compute_lr_factor
 from rl.reporting import Console
-from rl.trainer import open_weights
+from rl.rollout import save_engine_state
+from rl.trainer import batch_source, open_weights
 
 WORDS = (
     "grpo --batch-size 4 --group-size 2 --learning-rate 1e-2 --eval-every 2 --eval-limit 4 "
@@ -190,13 +191,20 @@ def test_steps_may_be_added(stopped_run, truncated_run, ended, tmp_path, console
         train("--resume --steps 5", folder)
 
 
-def test_steps_may_be_removed_and_added_again_while_groups_are_in_flight(tmp_path):
+@pytest.mark.parametrize("is_older", [False, True])
+def test_steps_may_be_removed_and_added_again_while_groups_are_in_flight(
+    is_older, tmp_path, monkeypatch
+):
+    """Older versions saved the final checkpoint without its groups in flight."""
     flow = "--max-steps-off-policy 2 --eval-every 0 --save-every 1 --keep-last 9"
     train(f"{WORDS} {flow} --steps 5", tmp_path / "run")
     for name in ("grpo-000003", "grpo-000004", "grpo-final"):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / name)
-    for steps in (2, 4):
-        assert train(f"--resume --steps {steps}", tmp_path / "run")[-1]["step"] == steps
+    lost = {"groups": [], "acting": [], "asked": []} if is_older else {}
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_source, "save_engine_state", lambda e: save_engine_state(e) | lost)
+        assert train("--resume --steps 2", tmp_path / "run")[-1]["step"] == 2
+    assert train("--resume --steps 4", tmp_path / "run")[-1]["step"] == 4
 
 
 @pytest.mark.slow
