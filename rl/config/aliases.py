@@ -163,11 +163,19 @@ def current_settings(settings: Mapping[str, Any], known: Collection[str] = ()) -
     for key, value in settings.items():
         name = current_name(key, known)
         current[name] = current_value(name, value) if isinstance(value, str) else value
-    for name in ("environment_settings", "template"):
+    return drop_replaced_pairs(current)
+
+
+def drop_replaced_pairs(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved settings in which each key of a list of pairs has its last value. Older versions
+    also saved the values that it replaces.
+    """
+    current = dict(settings)
+    for name in ("environment_settings", "template", "rewards"):
         if isinstance(pairs := current.get(name), list):
             last: dict[str, Any] = {}
             with contextlib.suppress(TypeError, ValueError):  # damaged, reported later
-                for key, value in pairs:  # older versions also kept the pairs that a flag replaces
+                for key, value in pairs:
                     last.pop(key, None)
                     last[key] = value
                 current[name] = [list(pair) for pair in last.items()]

@@ -203,7 +203,9 @@ def _parse_config(config: Mapping[str, Any], place: str) -> RequestedRun:
             stage["method"],
             stage["name"],
             place,
-            get_saved_values(stage["settings"], f"{place} stage {stage['name']}"),
+            get_saved_values(
+                aliases.drop_replaced_pairs(stage["settings"]), f"{place} stage {stage['name']}"
+            ),
         )
         for stage in config["stages"]
     ]

@@ -316,6 +316,9 @@ class InFlightGroups:
                 engine, state["flow"], lambda number: self._builder_and_stream(number)[0]
             ):
                 self._restart_group(number)
+            # Older versions saved the end of a stage without its groups in flight.
+            for number in sorted(self.staleness.start_versions.keys() - engine.groups.keys()):
+                self._restart_group(number)
 
     def _builder_and_stream(self, number: int) -> tuple[EnvGroupBuilder, int]:
         """Return the builder of a group and the random stream of its problem.

@@ -205,8 +205,8 @@ class CheckpointManager:
     `rows`: those that exist, oldest first. They are kept in memory, since the file may be changed
     while the run writes it.
 
-    `stale`: checkpoints of steps that a resumed run takes again. The next resumable checkpoint
-    replaces them.
+    `stale`: checkpoints of steps that a resumed run takes again. They are removed before the next
+    resumable checkpoint is saved.
     """
 
     def __init__(
@@ -250,10 +250,12 @@ class CheckpointManager:
         if name in known:  # a stop at a step that is saved already
             return locate_checkpoint(self.logbook.folder, known[name])
         self.logbook.sync()  # a checkpoint needs the log up to its step on disk
+        # Before the save: a run resumed from the new checkpoint would take those of earlier steps
+        # for its own.
+        self._remove_stale()
         path = Path(policy.save_state(name, metadata=state, companions=other_clients).result().path)
         row = make_checkpoint_row(path, "final" if final else "last", stage, step)
         self._add(row)
-        self._remove_stale()
         self._prune("last", keep_last)
         for known_stage in {r["stage"] for r in self.rows}:
             self._prune("best", 1, known_stage)
@@ -297,6 +299,7 @@ class CheckpointManager:
         """Remove stale checkpoints that the run has not written again: after a change, or with
         other timing, other weights are the best.
         """
+        self.logbook.guard()
         names = {row["name"] for row in self.rows}
         for row in self._stale:
             if row["name"] not in names:

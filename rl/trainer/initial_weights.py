@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from rl.algorithms import METHODS, ModelRequests, RolloutDataSettings
+from rl.algorithms import METHODS, ModelRequests
 from rl.config import ModelSettings, RunConfig, StageConfig, nearest_name
+from rl.data import GENERATED_REWARDS
 from rl.errors import UserError
 from rl.learner import learner_checkpoint
 from rl.models import (
@@ -38,6 +39,7 @@ ORIGINS_KEY = (
 )
 # tiny models learn little below this rate: the recipes train them with 3e-4 to 3e-3
 _TINY_MODEL_RATE = 1e-4
+_DATA_SOURCES = ("dataset", "more_datasets", "eval_dataset", "more_eval_datasets")
 
 
 def _continuable_stages(stages: Sequence[StageConfig], index: int) -> list[int]:
@@ -287,23 +289,41 @@ def describe_tied_heads(run: RunConfig) -> list[str]:
 def check_outside_run_folder(
     run: RunConfig, notes: Sequence[Mapping[str, Any]], folder: Path
 ) -> None:
-    """Raise UserError if a run would read weights, stored answers or recorded decisions in its own
-    folder, which it is going to write to. A resumed run may read weights that it has written.
+    """Raise UserError if a run would read weights, data or recorded decisions in its own folder,
+    which it is going to write to. A resumed run may read what it has written.
     """
     sources = {f"begin from {n['from']}": n["base_model"] for n in notes if n.get("asked")}
     if (replay := run.options.replay) is not None:
         sources[f"replay {replay}"] = replay
-    for stage in run.stages if run.options.overwrite else ():
-        targets = list(ModelRequests(METHODS.create(stage)).weights)
-        if isinstance(stage.settings.data, RolloutDataSettings):
-            targets.append(stage.settings.data.dataset)
-        paths = map(os.path.expanduser, targets)
-        sources |= {f"read {path}": path for path in paths if os.path.exists(path)}
+    if run.options.overwrite:
+        sources |= {f"read {path}": path for path in _list_input_paths(run.stages)}
     for action, source in sources.items():
-        if Path(source).expanduser().resolve().is_relative_to(folder.resolve()):
+        if Path(os.path.expanduser(source)).resolve().is_relative_to(folder.resolve()):
             raise UserError(
                 f"the run would {action} and write into the same folder: give another --output-dir"
             )
+
+
+def _list_input_paths(stages: Sequence[StageConfig]) -> list[str]:
+    """Return the existing files and folders that the stages read: data, tokenizers, and the models
+    of methods. Names of earlier stages and of generated data are no paths, even if a folder has
+    such a name.
+    """
+    paths: list[str] = []
+    for i, stage in enumerate(stages):
+        requests, settings = ModelRequests(METHODS.create(stage)), stage.settings
+        words = [*requests.weights, requests.critic_model, settings.model.tokenizer]
+        for name in _DATA_SOURCES:
+            value = getattr(settings.data, name, None) or ()
+            sets = [value] if isinstance(value, str) else value
+            words += [word for word in sets if word.partition(":")[0] not in GENERATED_REWARDS]
+        earlier = [other.name for other in stages[:i]]
+        for word in words:
+            if word and word not in earlier:
+                # of a listed data set and a file, NAME:FILE, also the file
+                parts = (word, word.partition(":")[2])
+                paths += filter(os.path.exists, map(os.path.expanduser, parts))
+    return paths
 
 
 def find_weights_folder(word: str) -> str:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rl.algorithms import METHODS
+from rl.algorithms import METHODS, RolloutDataSettings
 from rl.config import (
     CHANGEABLE_OPTIONS,
     CHANGEABLE_SETTINGS,
@@ -81,7 +81,8 @@ class ResumePoint:
 
     rows: the checkpoints that stay
 
-    stale: the checkpoints after this point; damaged ones are removed, others are replaced
+    stale: the checkpoints after this point; damaged ones are removed now, others when the run
+    writes them again or saves its next checkpoint
 
     run: the run as it continues: the requested settings, except for stages that have ended
 
@@ -279,7 +280,7 @@ def _check_no_conflicts(
 
 def remove_damaged_checkpoints(folder: Path, resume_point: ResumePoint) -> None:
     """Remove incomplete writes and damaged checkpoints after the resume point. Complete weights
-    stay until the run writes them again.
+    stay until the run writes them again or saves its next checkpoint.
 
     The final checkpoint of a stage that continues becomes an ordinary checkpoint. Call this
     function before config.json records that the stage continues.
@@ -488,7 +489,8 @@ def check_changes(
         _restore_ended_stage(stage, saved["settings"])
         for stage, saved in zip(run.stages[:stage_index], recorded_stages, strict=False)
     ]
-    stage, saved_settings = run.stages[stage_index], recorded_stages[stage_index]["settings"]
+    saved_settings = recorded_stages[stage_index]["settings"]
+    stage = _keep_rollout_steps(run.stages, stage_index, saved_settings, done)
     changed = _find_changes(stage, saved_settings, changeable, done)
     notes = [
         {"step": step, "stage": stage.name, "setting": key, "from": old_value, "to": value}
@@ -510,7 +512,7 @@ def check_changes(
     )
     if later_changes:
         messages.append(f"changed in stages that have not begun: {'; '.join(later_changes)}")
-    run = replace(run, stages=(*ended, *run.stages[stage_index:]))
+    run = replace(run, stages=(*ended, stage, *run.stages[stage_index + 1 :]))
     return ConfigChanges(run, notes, messages)
 
 
@@ -554,6 +556,19 @@ def _restore_ended_stage(stage: StageConfig, recorded: Mapping[str, Any]) -> Sta
             f"{'; '.join(problems)}: correct it, or choose another --output-dir"
         )
     return replace(stage, settings=settings)
+
+
+def _keep_rollout_steps(
+    stages: Sequence[StageConfig], index: int, recorded: Mapping[str, Any], done: int
+) -> StageConfig:
+    """Return the stage at which the run resumes, with the recorded rollouts_every if a later stage
+    learns from its rollouts and some of them may be written.
+    """
+    stage, later = stages[index], [item.settings.data for item in stages[index + 1 :]]
+    if done and any(isinstance(d, RolloutDataSettings) and d.dataset == stage.name for d in later):
+        every = recorded.get("rollouts_every", stage.settings.loop.rollouts_every)
+        return stage.with_section("loop", rollouts_every=every)
+    return stage
 
 
 def _find_changes(

@@ -5,6 +5,7 @@ replay that differs in more than settings without an effect is not.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -114,7 +115,7 @@ def list_replay_differences(run: RunConfig) -> list[str]:
 
 def find_event_log(replay: str | Path) -> Path:
     """Return the path of the event log in a run's folder. Raises UserError if it has none."""
-    path = Path(replay).expanduser() / DECISIONS_FILE
+    path = Path(os.path.expanduser(replay)) / DECISIONS_FILE
     if not path.is_file():
         raise UserError(
             f"replay {replay}: the folder has no {DECISIONS_FILE}, which runs write with "

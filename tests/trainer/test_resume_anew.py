@@ -15,6 +15,8 @@ from rl.errors import RunFolderError
 from rl.jsonl import read_jsonl
 from rl.lr_schedule import compute_lr_factor
 from rl.reporting import Console
+from rl.rollout import save_engine_state
+from rl.trainer import batch_source, open_weights
 
 WORDS = (
     "grpo --batch-size 4 --group-size 2 --learning-rate 1e-2 --eval-every 2 --eval-limit 4 "
@@ -145,6 +147,17 @@ max_tokens: 2
     assert config(folder)["stages"][0]["settings"]["steps"] == 2
 
 
+def test_runs_of_older_versions_may_name_a_reward_twice(truncated_run):
+    """Older versions read the last weight."""
+    saved = config(truncated_run)
+    settings = saved["stages"][0]["settings"] | {"reward": None}
+    saved["stages"][0]["settings"] = settings | {"rewards": [["gsm8k", 1], ["gsm8k", 2]]}
+    (truncated_run / "config.json").write_text(json.dumps(saved))
+    assert open_weights(str(truncated_run)).stage.settings.data.rewards == (("gsm8k", 2),)
+    train("--resume", truncated_run)
+    assert config(truncated_run)["stages"][0]["settings"]["rewards"] == [["gsm8k", 2]]
+
+
 def test_a_change_may_use_a_former_name(truncated_run):
     train("--resume --change kl_coef=0.5 kl_in=loss", truncated_run)
     assert config(truncated_run)["stages"][0]["settings"]["kl_placement"] == "loss"
@@ -178,13 +191,20 @@ def test_steps_may_be_added(stopped_run, truncated_run, ended, tmp_path, console
         train("--resume --steps 5", folder)
 
 
-def test_steps_may_be_removed_and_added_again_while_groups_are_in_flight(tmp_path):
+@pytest.mark.parametrize("is_older", [False, True])
+def test_steps_may_be_removed_and_added_again_while_groups_are_in_flight(
+    is_older, tmp_path, monkeypatch
+):
+    """Older versions saved the final checkpoint without its groups in flight."""
     flow = "--max-steps-off-policy 2 --eval-every 0 --save-every 1 --keep-last 9"
     train(f"{WORDS} {flow} --steps 5", tmp_path / "run")
     for name in ("grpo-000003", "grpo-000004", "grpo-final"):
         shutil.rmtree(tmp_path / "run" / "checkpoints" / name)
-    for steps in (2, 4):
-        assert train(f"--resume --steps {steps}", tmp_path / "run")[-1]["step"] == steps
+    lost = {"groups": [], "acting": [], "asked": []} if is_older else {}
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_source, "save_engine_state", lambda e: save_engine_state(e) | lost)
+        assert train("--resume --steps 2", tmp_path / "run")[-1]["step"] == 2
+    assert train("--resume --steps 4", tmp_path / "run")[-1]["step"] == 4
 
 
 @pytest.mark.slow
@@ -231,6 +251,31 @@ def test_a_change_before_the_first_checkpoint_may_be_of_any_stage(tmp_path, cons
     train("--resume --rollouts-every 7", tmp_path / "run")  # the files of the first stage stay
     stages = config(tmp_path / "run")["stages"]
     assert [stage["settings"]["rollouts_every"] for stage in stages] == [20, 7]
+
+
+def test_a_stage_whose_rollouts_are_read_keeps_its_steps_of_rollouts(tmp_path):
+    (tmp_path / "two.yaml").write_text("""
+stages:
+  - {method: grpo, group_size: 2, steps: 5}
+  - {method: offline, dataset: grpo, steps: 1, temperature: 0.8}
+batch_size: 4
+eval_every: 0
+save_every: 1
+keep_last: 9
+max_tokens: 4
+""")
+    folder = tmp_path / "run"
+    train(f"{tmp_path / 'two.yaml'} --rollouts-every 2", folder)
+    for names in (
+        ("offline-final",),
+        ("offline-final", "grpo-final", "grpo-000004", "grpo-000003"),
+    ):
+        for name in names:
+            shutil.rmtree(folder / "checkpoints" / name)
+        assert train("--resume --rollouts-every 1", folder)[-1]["step"] == 7
+        assert config(folder)["stages"][0]["settings"]["rollouts_every"] == 2
+        files = sorted((folder / "rollouts").glob("*.jsonl"))
+        assert [int(file.stem[-6:]) for file in files] == [1, 3, 5]
 
 
 # --------------------------------------------------------------------------------- the command line

@@ -218,10 +218,38 @@ def test_a_run_does_not_begin_from_its_own_folder(adapter, tmp_path):
     with pytest.raises(UserError, match="another --output-dir"):
         train(f"{GRPO} --base-model {tmp_path / 'sft'} --overwrite", tmp_path / "sft")
     (tmp_path / "sft/decisions.jsonl").touch()
-    for source in ("grpo --replay", "offline --dataset", "grpo --kl-coef 1 --reference-model"):
+    for source in (
+        "grpo --replay",
+        "offline --dataset",
+        "sft --dataset",
+        "grpo --eval-dataset",
+        "grpo --more-datasets",
+        "grpo --kl-coef 1 --reference-model",
+        "ppo --critic-model",
+        "grpo --tokenizer",
+    ):
         with pytest.raises(UserError, match="into the same folder"):
             train(f"{source} {tmp_path / 'sft'} --overwrite", tmp_path / "sft")
     assert (tmp_path / "sft/checkpoints/sft-final/model").is_dir()
+
+
+def test_a_run_folder_may_have_the_name_of_a_stage_or_of_generated_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("two.yaml").write_text("""
+stages:
+  - {method: grpo, group_size: 2}
+  - {method: offline, dataset: grpo, temperature: 0.8}
+steps: 1
+batch_size: 2
+eval_every: 0
+max_tokens: 2
+""")
+    for words, folder in (
+        ("two.yaml", "grpo"),
+        (f"{GRPO} --steps 1 --dataset addition", "addition"),
+    ):
+        for flag in ("", " --overwrite"):
+            train(words + flag, Path(folder))
 
 
 def test_a_reward_model_is_no_policy(tmp_path):

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
 from rl.data import ProblemSet
 from rl.jsonl import read_jsonl
 from rl.reporting import CHECKPOINTS
@@ -49,6 +51,25 @@ def test_everything_that_is_asked_or_answered_counts_in_the_fingerprint():
         assert compute_data_fingerprint(ProblemSet(changed)) != known, name
     assert compute_data_fingerprint(ProblemSet(rows[:4])) != known
     assert compute_data_fingerprint(ProblemSet(rows[::-1])) != known
+
+
+def test_a_run_killed_at_a_checkpoint_leaves_no_best_weights_of_an_abandoned_part(tmp_path):
+    """A run resumed from the new checkpoint would take the weights of an earlier step for its
+    own.
+    """
+
+    def save_and_die(name, **_):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    stale = tmp_path / "sampler_weights" / "b-best-000003"
+    stale.mkdir(parents=True)
+    logbook = SimpleNamespace(folder=tmp_path, guard=lambda: None, sync=lambda: None)
+    keeper = CheckpointManager(logbook, stale=[make_checkpoint_row(stale, "best", "b", 3)])
+    with pytest.raises(KeyboardInterrupt):
+        keeper.save(SimpleNamespace(save_state=save_and_die), 4, "b", {}, keep_last=2)
+    rows = scan_checkpoints(tmp_path, [StageSteps("b", 0, 9)])
+    assert [row["name"] for row in rows] == ["b-000004"]
 
 
 def test_each_stage_keeps_the_best_weights_of_its_own(tmp_path):
