@@ -109,6 +109,7 @@ def test_a_notebook_is_clean(path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("curves")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
