@@ -11,12 +11,13 @@ from typing import Any
 
 # A line: names elsewhere = setting here: difference; "-" if no such setting exists. verl's names
 # are without actor_rollout_ref in front. Of several lines of a name, the first one counts whose
-# setting the run has.
+# setting the run has; with "!other" only if the run has no setting `other` (ppo's epochs are passes
+# over a batch).
 _TABLE = """
 lr actor.optim.lr = learning_rate
 max_steps = steps: number of batches; each takes num_substeps optimizer steps (1 by default)
 num_steps total_steps trainer.total_training_steps = steps
-num_train_epochs = epochs: passes over the rows; methods that sample have steps instead
+num_train_epochs = epochs !value_clip: passes over the rows; methods that sample have steps instead
 num_train_epochs epochs = steps: number of batches; rows / batch_size of them are an epoch
 trainer.total_epochs = steps: rows / batch_size steps are an epoch
 num_generations n_samples_per_prompt rollout_n = group_size: batch_size counts problems, not answers
@@ -122,12 +123,13 @@ config = -: a recipe is named without a flag, as in train.py RECIPE.yaml
 trainer.n_gpus_per_node = -: accelerate launch --num_processes sets it
 trainer.nnodes = -: accelerate launch --num_machines sets it
 """
-_FOREIGN_NAMES: dict[str, list[tuple[str, str]]] = {}
+_FOREIGN_NAMES: dict[str, list[tuple[str, str, str]]] = {}
 for _line in _TABLE.strip().replace("\n    ", " ").splitlines():
     _names, _, _setting = _line.partition(" = ")
-    _here, _, _more = _setting.partition(": ")
+    _place, _, _more = _setting.partition(": ")
+    _here, _, _without = _place.removeprefix("-").partition(" !")
     for _name in _names.split():
-        _FOREIGN_NAMES.setdefault(_name, []).append((_here.removeprefix("-"), _more))
+        _FOREIGN_NAMES.setdefault(_name, []).append((_here, _without, _more))
 
 # Former names of settings and former words of their values; both are still accepted.
 _FORMER_NAMES = {"episodes": "rollout_mode", "over_age": "on_stale", "kl_in": "kl_placement"}
@@ -195,18 +197,16 @@ def find_alias_hint(
     """
     name = word.removeprefix("actor_rollout_ref.")
     matches = _FOREIGN_NAMES.get(name, [])
-    for here, more in matches:
+    for here, without, more in matches:
         if not here:
             return f": {more}"
-        # ppo's epochs are passes over a batch
-        is_other = name == "num_train_epochs" and here == "epochs" and "value_clip" in (known or ())
-        if known is None or (here in known and not is_other):
+        if known is None or (here in known and without not in known):
             return f"; it is called --{here.replace('_', '-')} here" + (
                 f" ({more})" if more else ""
             )
     if word in owners:
         return f" (it is a setting of {owners[word]})"
-    for here, _ in matches:
+    for here, *_ in matches:
         if here in owners:
             flag = f"--{here.replace('_', '-')}"
             return f" (it is called {flag} here, a setting of {owners[here]})"

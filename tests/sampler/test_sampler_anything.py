@@ -71,11 +71,12 @@ def test_whatever_happens_to_an_engine_in_a_thousand_workloads(kind):
 @pytest.mark.parametrize(
     "kind",
     [
+        "stepped",
+        "paged, drafts",
         *(
             pytest.param(kind, marks=pytest.mark.slow)
             for kind in ("plain", "paged", "plain, drafts")
         ),
-        *("stepped", "paged, drafts"),
     ],
 )
 def test_whatever_happens_to_an_engine_of_two_ranks_the_samples_are_the_same(kind):

@@ -79,8 +79,10 @@ MODES = {
 @pytest.mark.parametrize(
     "mode",
     [
-        *("sync", "streamed"),
-        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("continuous", "async")),
+        "sync",
+        "streamed",
+        pytest.param("continuous", marks=pytest.mark.slow),
+        pytest.param("async", marks=pytest.mark.slow),
     ],
 )
 def test_the_rows_add_up_to_the_steps_with_evaluations_between_them(tmp_path, mode):
