@@ -246,7 +246,7 @@ class Run:
             os._exit(3)
     def finish(self):
         if MODE == "finish":
-            self.log({}, "finished")
+            self.log(None, "finished")
         if MODE == "log":
             raise KeyError("x")
         if MODE == "hang":
