@@ -84,7 +84,12 @@ class _ForkedProcess:
                 channel.sendall(encode_frame(self._reply(request)))
                 continue
             parent = os.getpid()
-            if os.fork() == 0:
+            try:
+                child = os.fork()
+            except OSError:  # too many processes: the end of its socket fails this episode alone
+                os.close(fds[0])
+                continue
+            if child == 0:
                 channel.close()
                 _set_up_child(parent)
                 self.loop = None  # its selector is shared with the parent
@@ -343,8 +348,9 @@ class ProcessChannel:
         """Kill the process and its descendants. Those that it left to the reaper end with the
         root.
         """
-        if self._pid is not None:
-            kill_tree(self._pid)
+        pid, self._pid = self._pid, None  # later the number may be that of another process
+        if pid is not None:
+            kill_tree(pid)
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
 

@@ -26,6 +26,7 @@ from rl.envs.step_validation import (
 from rl.envs.tools import ToolCall
 from rl.renderers import Renderer, format_with_calls
 from rl.rollout import Env, EnvCall, EnvGroupBuilder, EnvThread, EpisodeFailed, Metrics, StepResult
+from rl.sanitize import describe_error
 from rl.seed import derive_seed
 from rl.types import Message, ModelInput, Problem, SampledSequence
 
@@ -372,6 +373,11 @@ class MessageEnv(Env):
             yield
         except InvalidResult as error:
             raise EpisodeFailed(f"{self.thread.name} {error}") from error
+        except Exception as error:  # boundary: methods of the environment's objects
+            raise EpisodeFailed(
+                f"{self.thread.name} returned a result that cannot be read: "
+                f"{describe_error(error, 300)}"
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,11 @@ def test_lines_are_strict_json_and_complete_at_once(tmp_path: Path) -> None:
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     with pytest.raises(ValueError, match="step -1 after step 0"):
         book.log(-1, {})
+    book.log(1, {"large": 1.79e308})
+    for value in ([0.5], {"a": 1}, 10**400):
+        with pytest.raises(ValueError, match="metrics of step 1: its x is "):
+            book.log(1, {"x": value})
+    assert [row["step"] for row in book.read_rows()] == [0, 1]
 
 
 def test_a_bad_line_in_the_middle_is_named(tmp_path: Path) -> None:

@@ -757,7 +757,7 @@ def test_scores_do_not_wait_for_queued_samples(servers, connect):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"release": "0.11.2"}, "runs vLLM 0.11.2; supported: 0.32.x"),
+        ({"release": "0.11.2"}, "^http://127[^ ]* runs vLLM 0.11.2; supported: 0.32.x"),
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"quantization": "fp8"}, "quantizes its weights"),
         ({"scale_out": False}, "--enable-scale-out"),
