@@ -228,7 +228,7 @@ class Console:
         self._step_ends = []
         if self._fancy and not self._quiet:
             self._bar = Progress(
-                TextColumn("[bold]{task.description}"),
+                TextColumn("{task.description}", style="bold", markup=False),
                 BarColumn(bar_width=None),
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
                 TextColumn("{task.fields[text]}", markup=False),
@@ -367,7 +367,7 @@ class Console:
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
         for name, value in facts.items():
-            table.add_row(name, Text(self._sanitize(str(value))))
+            table.add_row(Text(self._sanitize(name)), Text(self._sanitize(str(value))))
         body = Group(table, Text(self._sanitize("\n" + "\n".join(lines)))) if lines else table
         self._rich.print(
             Panel(

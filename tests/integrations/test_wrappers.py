@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 from test_reward_endings import wait_until
 from wrapper_scripted import ScriptedSampler, play_environment
@@ -356,7 +357,7 @@ class RetryEnv:
         }
 
     def get_metrics(self):
-        return {"turns": self.turns, "name": "thrice"}
+        return {"turns": self.turns, "name": "thrice", "each": np.zeros(2)}
 
     def close(self):
         RetryEnv.closed += 1
@@ -374,7 +375,7 @@ def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer
     (group,) = play_environment(spec, say, rows=[row]).groups
     turns = group.trajectories_G[0].transitions
     assert [t.reward for t in turns] == [-0.25, -0.25, 1.0]
-    assert turns[-1].metrics["turns"] == 3.0 and "name" not in turns[-1].metrics
+    assert turns[-1].metrics["turns"] == 3.0 and not {"name", "each"} & turns[-1].metrics.keys()
     assert wait_until(lambda: RetryEnv.closed == 1, 2)
     with pytest.raises(UserError, match="did you mean thrice"):
         resolve_environment("skyrl_gym", env="thrise").make()

@@ -318,7 +318,7 @@ def play(**options: Any) -> str:
             if step == 60:
                 out.note("a note")
                 out.warn("a [warning]")
-        results = {"held-out accuracy": (0.3512, 0.97), "x": (None, 1.0)}
+        results = {"held-out accuracy": (0.3512, 0.97), "[/x]": (None, 1.0)}
         out.end("done", results=results, commands=["python plot.py"])
     return stream.getvalue()
 
@@ -376,6 +376,7 @@ def test_a_terminal_gets_a_bar_and_boxes() -> None:
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     assert "\x1b[2K" in text and "held-out accuracy 0.900" in plain
     assert "a [warning]" in plain and "200/200 reward 0.250" in plain and "runs/[a]" in plain
+    assert "[/x]" in plain
 
 
 def test_unfinished_lines_are_left_out(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def corrupt_reply(fault, reply):
         choice["token_ids"] = [3] * 26
     elif fault == "old version":
         choice["weight_versions"][0]["version"] = "default"
+    elif fault == "infinite":
+        choice["weight_versions"][0]["end"] = math.inf
     elif fault == "no versions":
         choice["weight_versions"] = None
     elif fault == "several":
@@ -109,6 +111,7 @@ FAULTS = {
     "too long": "26 tokens, expected 1 to 6",
     "old version": "sampled with the weights 'default'.*restarted",
     "no versions": "without token ids, logprobs or weight versions",
+    "infinite": "without token ids, logprobs or weight versions",
     "several": r"returned \d samples, expected \d",
     "no json": "returned str, not an object",
 }
