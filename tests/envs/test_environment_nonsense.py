@@ -70,6 +70,7 @@ NONSENSE = {
     "TurnResult(done=True, reward='much')": "gave the reward 'much'",
     "TurnResult(done=True, metrics={'a': float('inf')})": "gave the metric 'a' inf",
     "TurnResult(done=True, logs={'a': object()})": "JSON",
+    "TurnResult(done=True, logs={'a': 10**5000})": "JSON",
     "TurnResult('a', seat=3)": "names the seat 3",
     "TurnResult(done=True, metrics=None)": "gave the metrics None",
     "TurnResult(done=True, metrics=[('a', 1.0)])": "gave the metrics [",

@@ -438,10 +438,10 @@ def test_episodes_on_a_server(fake_openenv, renderer):
 
 def test_every_json_action_is_counted(fake_openenv, renderer):
     spec = resolve_environment("openenv", url="http://x", action="json")
-    answers = iter(["no json", "[1]", '{"message": "1"}', '{"message": "2"}'])
+    answers = iter(["no json", "[" * 9000, "[1]", '{"message": "1"}', '{"message": "2"}'])
     (group,) = play_environment(spec, lambda prompt: next(answers)).groups
     turns = group.trajectories_G[0].transitions
-    assert [turn.metrics["malformed_action"] for turn in turns] == [1.0, 1.0, 0.0, 0.0]
+    assert [turn.metrics["malformed_action"] for turn in turns] == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("say", "why"), [("break", "gone"), ("hang", "within")])
