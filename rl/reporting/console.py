@@ -124,11 +124,12 @@ def format_headline(
     for label, names, form in _HEADLINES:
         value = _find_value(metrics, names)
         hidden = (
-            (label in ("loss", "policy loss") and rewarded)
+            value is None
+            or (label in ("loss", "policy loss") and rewarded)
             or (names[0] == _MIXED_GROUPS and not grouped)
-            or (value is not None and names[0] == _SAMPLER_CHECK and value < _SAMPLER_CHECK_FROM)
+            or (names[0] == _SAMPLER_CHECK and abs(value) < _SAMPLER_CHECK_FROM)
         )
-        if value is not None and not hidden:
+        if not hidden:
             label = "KL" if short and label == "KL to reference" else label
             parts.append(f"{label} {form(value)}")
     if failed := metrics.get(_FAILED):  # the reward is the mean of the scored samples
