@@ -473,8 +473,10 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
         ClientSession(lambda: RefusingClient("x"), 5.0)
 
 
-def test_a_session_that_is_not_opened_in_time_leaves_nothing():
+@pytest.mark.parametrize("hangs", ["opened", "closed"])
+def test_a_session_that_is_not_opened_or_closed_in_time_leaves_nothing(hangs, monkeypatch):
     closed = threading.Event()
+    monkeypatch.setattr("rl.integrations.client_session._END_SECONDS", 0.05)
 
     class SilentClient(Client):
         async def __aenter__(self):
@@ -483,9 +485,16 @@ def test_a_session_that_is_not_opened_in_time_leaves_nothing():
             finally:
                 closed.set()
 
+    class StuckClient(Client):
+        async def __aexit__(self, *error):
+            await SilentClient.__aenter__(self)
+
     before = set(threading.enumerate())
-    with pytest.raises(TimeoutError, match=r"did not answer within 0\.05 s"):
-        ClientSession(lambda: SilentClient("x"), 0.05)
+    if hangs == "closed":
+        ClientSession(lambda: StuckClient("x"), 5.0).close()
+    else:
+        with pytest.raises(TimeoutError, match=r"did not answer within 0\.05 s"):
+            ClientSession(lambda: SilentClient("x"), 0.05)
     assert closed.wait(5)
     for thread in set(threading.enumerate()) - before:
         thread.join(5)
