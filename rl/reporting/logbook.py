@@ -396,10 +396,9 @@ class Logbook:
     def _write_page(self, page: Path, step: int, rows: Sequence[Row], title: str) -> None:
         """Write the page, and link it with the previous page in both directions."""
         folder = page.parent
-        earlier = max(
-            (path.name for path in folder.glob("*.html") if path.name < page.name), default=""
-        )
-        earlier_step = get_rollout_step(earlier)
+        names = {get_rollout_step(path.name): path.name for path in folder.glob("*.html")}
+        earlier_step = max((k for k in names if k is not None and k < step), default=None)
+        earlier = names.get(earlier_step, "")
         text = rollout_html.render_page(
             rows,
             title=title,

@@ -294,6 +294,9 @@ def test_runs_that_have_just_started_hide_no_curve(tmp_path):
     assert mean.label == "mean of 2: run1 ..." and len(mean.rows) == 21
     (alone,) = metric_plots.group_curves([curves[0], evaluated], [0, 0], "steps")
     assert alone.label == "evaluated" and alone.rows == [first]
+    huge = metric_plots.RunCurve("huge", [{**curves[1].rows[0], "reward/total": 1.7e308}])
+    (mean,) = metric_plots.group_curves([huge, huge], [0, 0], "steps")
+    assert len(mean.rows) == 1 and "reward/total" not in mean.rows[0]
 
 
 def make_config(options: dict[str, Any], **settings: Any) -> dict[str, Any]:
