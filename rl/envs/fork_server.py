@@ -354,6 +354,13 @@ class ProcessChannel:
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
 
+    def close(self) -> None:
+        """End the process and close the socket, in the thread that reads it. Garbage collection
+        would close it much later.
+        """
+        self.end()
+        self._channel.close()
+
 
 CLOSE_SECONDS = 30.0  # time limit of an environment's `close`: nothing waits for it
 
@@ -387,7 +394,7 @@ class SubprocessRunner:
                 self._channel.ask(self.label, "close")
             finally:
                 timer.cancel()
-                self._channel.end()
+                self._channel.close()
 
     def kill(self) -> None:
         """Kill the process."""

@@ -172,12 +172,16 @@ class SharedGroupData:
         with self._users_lock:
             self._users -= 1
             if self._users <= 0:
-                self._thread.finish(self.kill_process)
+                self._thread.finish(self._close_process)
 
     def kill_process(self) -> None:
         """Kill the shared process, if any."""
         if self._channel is not None:
             self._channel.end()
+
+    def _close_process(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
 
     def _compute(self) -> Any:
         """Compute the shared object, in the shared process if episodes are forked."""

@@ -2,7 +2,10 @@
 processes, and the error names it.
 """
 
+import gc
+import os
 import textwrap
+import time
 
 import pytest
 from games import MadeUp, tokenizer
@@ -174,6 +177,21 @@ def test_a_fork_that_fails_costs_its_own_episode(specs):
     (error,) = result.errors
     assert "of row 0, died" in error  # any of the three: their threads fork
     assert [group.get_total_rewards() for group in result.groups] == [[1.0, 1.0]]
+
+
+def test_episodes_leave_no_open_sockets(specs):
+    play_groups(specs["processes"]["Crowded"], [{"when": "never"}], 3)  # starts the root
+    gc.collect()
+    gc.disable()  # a run collects garbage rarely
+    try:
+        before = len(os.listdir("/dev/fd"))
+        play_groups(specs["processes"]["Crowded"], [{"when": "never"}] * 4, 3)
+        deadline = time.monotonic() + 20
+        while (count := len(os.listdir("/dev/fd"))) > before and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        gc.enable()
+    assert count <= before
 
 
 @pytest.mark.parametrize("where", ["threads", "processes"])
