@@ -7,6 +7,7 @@ imports nothing slow, so that help appears at once.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -141,10 +142,13 @@ def parse_script(parser: argparse.ArgumentParser, outcome: str) -> argparse.Name
     flags = [flag for action in parser._actions for flag in action.option_strings]
     names = [flag[2:] for flag in flags if flag.startswith("--")]
     problems = []
-    for word in sys.argv[1:]:
+    words = list(itertools.takewhile(lambda word: word != "--", sys.argv[1:]))
+    wants_help = "-h" in words or "--help" in words
+    for word in [] if wants_help else words:
         name = word.partition("=")[0]
-        # argparse accepts abbreviations
-        if name.startswith("--") and not any(known.startswith(name[2:]) for known in names):
+        # argparse takes a word with a space for a value, and accepts abbreviations
+        is_flag = name.startswith("--") and " " not in word
+        if is_flag and not any(known.startswith(name[2:]) for known in names):
             near = nearest_name(name[2:], names)
             problems.append(f"{name}: no such flag" + (f"; did you mean --{near}?" if near else ""))
     if problems:

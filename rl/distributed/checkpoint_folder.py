@@ -337,8 +337,8 @@ def verify_checkpoint(folder: Path) -> None:
     restore_replaced(folder)
     if not folder.is_dir():
         raise DamagedCheckpoint(
-            f"no checkpoint at {folder}: the folder does not exist{suggest_path(folder)}. "
-            "Expected: the folder that save_state(...).result().path names"
+            f"no checkpoint at {folder}: the folder does not exist. Expected: the folder that "
+            f"save_state(...).result().path names{suggest_path(folder)}"
         )
     if (
         (folder / "state.json").is_file()

@@ -15,6 +15,7 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -324,7 +325,7 @@ def resolve_reward(spec: str | RewardFunction | Reward, **settings: Any) -> Rewa
         known = ", ".join(registered_rewards())
         module, _, attribute = spec.rpartition(".")
         file = f"{module.replace('.', '/')}.py"
-        is_file = module and Path(file).is_file()
+        is_file = module and os.path.isfile(file)  # Path.is_file raises for a long name
         near = f"did you mean '{file}:{attribute}'? " if is_file else _suggest_name(spec, _REGISTRY)
         raise UserError(
             f"no reward is named {spec!r}: {near}registered are {known}; "

@@ -9,12 +9,13 @@ beside it, also has a method of `VerbRouter` (`router_method`).
 from __future__ import annotations
 
 import heapq
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rl.errors import RankLost, warn_on_rank_zero
+from rl.errors import RankLost
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 LEARNER, SAMPLER = "learner", "sampler"  # groups of ranks
@@ -94,26 +95,26 @@ class VerbFuture(Future):
         """Wait for the result, as `Future.result` does."""
         try:
             return super().result(timeout)
+        except BaseException as error:
+            if error is self._unread_error:  # rather than a timeout
+                self._unread_error = None
+            raise
         finally:
-            self._mark_read()
             del self  # a cycle with the traceback would keep the verb's tensors
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the error, as `Future.exception` does."""
-        try:
-            return super().exception(timeout)
-        finally:
-            self._mark_read()
+        error = super().exception(timeout)
+        self._unread_error = None
+        return error
 
-    def _mark_read(self) -> None:
-        if self.done():
-            self._unread_error = None
-
-    def __del__(self) -> None:
+    # a default, since the globals are gone at the end of the interpreter
+    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:
         if self._unread_error is not None:
-            warn_on_rank_zero(
-                f"{self.verb} failed, and its result was not read: {self._unread_error!r}. Call "
-                f"result() of the future that {self.verb} returned",
+            warn(
+                f"{self.verb} failed, and its result was not read: "
+                f"{type(self._unread_error).__name__}: {self._unread_error}\n"
+                f"Call result() of the future that {self.verb} returned",
                 stacklevel=99,  # no line of a script: it is collected anywhere
             )
 

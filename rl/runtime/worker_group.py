@@ -433,8 +433,10 @@ def _refuse_after_failure(
     A sampling client of weights raises likewise if saving them under a name failed, so that the
     error is not lost.
     """
-    errors = ((earlier, earlier.exception()) for earlier in dependencies)
+    # all are read: one that fails for the same reason is no failure that nothing reads
+    errors = [(earlier, earlier.exception()) for earlier in dependencies]
     failed, error = next((pair for pair in errors if pair[1] is not None), (None, None))
+    del errors  # of other verbs, which the frame of this error would keep
     if error is None:
         return
     if (on_refusal := VERBS[verb].on_refusal) is None:

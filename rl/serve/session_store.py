@@ -349,8 +349,9 @@ class SessionStore:
             checkpoint_folder.remove_expired(folder.parent)
             if _is_checkpoint(folder):
                 return model, folder
-            saved = [f"{part}/{path.name}" for part, path in self.iter_checkpoints(model)]
-            hint = f": this model has saved {', '.join(saved[-8:]) or 'nothing'}"
+            saved = [f"{k}/{path.name}" for k, path in self.iter_checkpoints(model) if k in kinds]
+            listed = ", ".join(saved[-8:]) or "no " + " or ".join(kinds)
+            hint = f": this model has {listed}"
         else:
             hint = ": it is not a path that saving with this key returned"
         raise HttpError(404, f"there is nothing at {tinker_path}{hint}")

@@ -251,6 +251,7 @@ def test_a_failure_that_nothing_reads_is_a_warning(full_client, verbs):
     with warnings.catch_warnings(record=True) as read:
         warnings.simplefilter("always")
         submit["forward_backward"]()
+        submit["forward_backward"]()
         with pytest.raises(RuntimeError, match="optim_step was not run"):
             submit["optim_step"]().result()
         client.load_state(client.save_state("better").result().path).result()

@@ -224,6 +224,8 @@ def test_methods_are_those_here_and_addresses():
     ("", 0, "usage: whetstone"),
     ("trian", 2, "unknown command 'trian'"),
     ("plot runs/a --each-rin", 2, "--each-rin: no such flag; did you mean --each-run?"),
+    ("plot --each-rin --help", 0, "usage: plot"),
+    ("plot -- --each-rin", 2, "no metrics at --each-rin"),
     pytest.param("train grpo --lr 1", 2, "--learning-rate here", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_installed_command(tmp_path, words, code, output):

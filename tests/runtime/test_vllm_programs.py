@@ -47,7 +47,7 @@ def run_program(module, words, monkeypatch):
         module.main(module.read_arguments(), [])
     else:
         args, args.others = module.parser.parse_known_args()
-        module.main(args)
+        module.main(args, [])
 
 
 def evaluate_rows(words, output, monkeypatch):
