@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import sys
 import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -158,24 +159,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         elif not isinstance(row.get("stage", ""), str):
             problem = f"its stage is {row['stage']!r:.40}, expected a name"
         else:
-            bad_key = next((key for key, value in row.items() if not _is_metric(value)), None)
-            problem = (
-                None
-                if bad_key is None
-                else f"its {bad_key[:40]} is {row[bad_key]!r:.40}, expected a number"
-            )
+            problem = find_bad_metric(row)
         if problem is not None:
             raise UserError(f"{path} line {number}: {problem}; repair that line")
         last = row["step"]
     return rows
 
 
-def _is_metric(value: Any) -> bool:
-    """Return whether a value is a metric within float's range: JSON's integers are unbounded, and
-    some writers emit infinity.
+def find_bad_metric(row: Row) -> str | None:
+    """Return what is wrong with the first value that is no metric; None if all are metrics: null, a
+    text, or a number within float's range (JSON's integers are unbounded, and some writers emit
+    infinity).
     """
-    return (
-        value is None
-        or isinstance(value, (str, bool))
-        or (isinstance(value, (int, float)) and -1.7e308 < value < 1.7e308)
-    )
+    for name, value in row.items():
+        is_number = isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+        if not (value is None or isinstance(value, str) or is_number):
+            return f"its {name[:40]} is {value!r:.40}, expected a number"
+    return None

@@ -466,7 +466,7 @@ def _load_module(spec: str, place: str) -> ModuleType:
         return load_file(str(Path(place).expanduser().resolve()), "environment")
     try:
         return importlib.import_module(place)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:  # boundary: the user's module
         if spec in _EXTRAS and isinstance(error, ModuleNotFoundError):
             raise UserError(
                 f"environment {spec!r} needs the package {error.name}:"

@@ -84,7 +84,12 @@ class _ForkedProcess:
                 channel.sendall(encode_frame(self._reply(request)))
                 continue
             parent = os.getpid()
-            if os.fork() == 0:
+            try:
+                child = os.fork()
+            except OSError:  # too many processes: the end of its socket fails this episode alone
+                os.close(fds[0])
+                continue
+            if child == 0:
                 channel.close()
                 _set_up_child(parent)
                 self.loop = None  # its selector is shared with the parent
@@ -343,10 +348,18 @@ class ProcessChannel:
         """Kill the process and its descendants. Those that it left to the reaper end with the
         root.
         """
-        if self._pid is not None:
-            kill_tree(self._pid)
+        pid, self._pid = self._pid, None  # later the number may be that of another process
+        if pid is not None:
+            kill_tree(pid)
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the process and close the socket, in the thread that reads it. Garbage collection
+        would close it much later.
+        """
+        self.end()
+        self._channel.close()
 
 
 CLOSE_SECONDS = 30.0  # time limit of an environment's `close`: nothing waits for it
@@ -381,7 +394,7 @@ class SubprocessRunner:
                 self._channel.ask(self.label, "close")
             finally:
                 timer.cancel()
-                self._channel.end()
+                self._channel.close()
 
     def kill(self) -> None:
         """Kill the process."""

@@ -26,6 +26,7 @@ from rl.envs.step_validation import (
 from rl.envs.tools import ToolCall
 from rl.renderers import Renderer, format_with_calls
 from rl.rollout import Env, EnvCall, EnvGroupBuilder, EnvThread, EpisodeFailed, Metrics, StepResult
+from rl.sanitize import describe_error
 from rl.seed import derive_seed
 from rl.types import Message, ModelInput, Problem, SampledSequence
 
@@ -171,12 +172,16 @@ class SharedGroupData:
         with self._users_lock:
             self._users -= 1
             if self._users <= 0:
-                self._thread.finish(self.kill_process)
+                self._thread.finish(self._close_process)
 
     def kill_process(self) -> None:
         """Kill the shared process, if any."""
         if self._channel is not None:
             self._channel.end()
+
+    def _close_process(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
 
     def _compute(self) -> Any:
         """Compute the shared object, in the shared process if episodes are forked."""
@@ -372,6 +377,11 @@ class MessageEnv(Env):
             yield
         except InvalidResult as error:
             raise EpisodeFailed(f"{self.thread.name} {error}") from error
+        except Exception as error:  # boundary: methods of the environment's objects
+            raise EpisodeFailed(
+                f"{self.thread.name} returned a result that cannot be read: "
+                f"{describe_error(error, 300)}"
+            ) from error
 
 
 @dataclass(frozen=True)

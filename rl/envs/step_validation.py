@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -112,7 +113,9 @@ def _check_numbers(value: Any, field_name: str) -> dict[str, float]:
 def _check_json(value: Any) -> Any:
     """Return logs as a dict of JSON values. Raises InvalidResult if they cannot be serialized."""
     try:
-        return replace_nonfinite(dict(value))
+        logs = replace_nonfinite(dict(value))
+        json.dumps(logs)  # raises for an integer with more digits than Python prints
+        return logs
     except Exception as error:  # boundary: the environment's objects may raise anything
         raise InvalidResult(f"gave logs that are not JSON: {describe_error(error, 200)}") from error
 

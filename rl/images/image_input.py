@@ -94,7 +94,8 @@ def make_image_chunk(source: Any, folder: Path | None = None) -> ImageChunk:
     if isinstance(source, bytes):
         return _chunk_from_bytes(source)
     if type(source).__module__.partition(".")[0] == "PIL":
-        return ImageChunk(_encode_png(source), "png")
+        with _report_damage(f"a {source.width} x {source.height} image cannot be decoded"):
+            return ImageChunk(_encode_png(source), "png")
     raise UserError(f"expected an image, got {type(source).__name__}: {_REMEDY}")
 
 
@@ -146,10 +147,18 @@ def decode_image(source: Any, fault: str) -> Iterator[Any]:
     """
     from PIL import Image
 
+    with _report_damage(fault), Image.open(source) as image:
+        yield image
+
+
+@contextmanager
+def _report_damage(fault: str) -> Iterator[None]:
+    """Raise UserError, with `fault`, for whatever a decoder raises in the body."""
     try:
-        with Image.open(source) as image:
-            yield image
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # boundary: decoders raise any exception for damaged data
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         raise UserError(f"{fault}: {reason}") from error
 

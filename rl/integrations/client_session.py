@@ -57,8 +57,8 @@ class ClientSession:
         if self._loop.loop.is_closed():
             return
         self._loop.loop.call_soon_threadsafe(self._closing.set)
-        self._task.add_done_callback(lambda _: self._loop.close())
         wait([self._task], _END_SECONDS)
+        self._loop.close()  # cancels the task if the connection does not close
 
     async def _keep_open(self, client: Callable[[], Any], opened: Future[Any]) -> None:
         """Keep the connection open until `close`."""

@@ -74,7 +74,7 @@ class OpenEnv(Environment):
             metrics, reason = {"malformed_action": 0.0}, ""
             try:
                 action = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 action, reason = None, f" ({error})"
             if not isinstance(action, dict):
                 return TurnResult(

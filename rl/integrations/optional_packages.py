@@ -44,4 +44,7 @@ def to_float(value: Any) -> float | None:
     """Return a number of any library as a float; None for any other value."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return None
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):  # an array or a tensor of several numbers
+        return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -74,7 +75,7 @@ class TinkerGroup(EnvGroupBuilder):
             ]
             if not self._envs:
                 raise EpisodeFailed(f"{loop.name} has no environments")
-        except (EpisodeFailed, TypeError, ValueError, AttributeError) as error:
+        except Exception as error:  # boundary: the builder's objects
             self._envs = []
             self._cleanup()
             why = (
@@ -126,7 +127,9 @@ class TinkerGroup(EnvGroupBuilder):
             return [
                 (_finite_number(reward), _finite_numbers(metrics)) for reward, metrics in results
             ]
-        except (TypeError, ValueError, AttributeError) as error:
+        except EpisodeFailed:
+            raise
+        except Exception as error:  # boundary: the builder's objects
             raise EpisodeFailed(
                 f"{loop.name} gave rewards that cannot be read: {describe_error(error, 300)}"
             ) from error
@@ -176,7 +179,9 @@ class TinkerEnv(Env):
         """Return the converted result. Raises EpisodeFailed if the result is invalid."""
         try:
             return convert(result)
-        except (TypeError, ValueError, AttributeError) as error:
+        except EpisodeFailed:
+            raise
+        except Exception as error:  # boundary: the environment's objects
             raise EpisodeFailed(
                 f"{self.name} returned a result that cannot be read: {describe_error(error, 300)}"
             ) from error
@@ -203,6 +208,7 @@ class TinkerEnv(Env):
             for why in ("max_turns", "max_tokens", "max_sampled_tokens", "context_overflow")
         )
         logs = replace_nonfinite(dict(getattr(result, "logs", None) or {}))
+        json.dumps(logs)  # raises for an integer with more digits than Python prints
         return StepResult(
             _finite_number(result.reward),
             done,

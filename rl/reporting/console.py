@@ -124,11 +124,12 @@ def format_headline(
     for label, names, form in _HEADLINES:
         value = _find_value(metrics, names)
         hidden = (
-            (label in ("loss", "policy loss") and rewarded)
+            value is None
+            or (label in ("loss", "policy loss") and rewarded)
             or (names[0] == _MIXED_GROUPS and not grouped)
-            or (value is not None and names[0] == _SAMPLER_CHECK and value < _SAMPLER_CHECK_FROM)
+            or (names[0] == _SAMPLER_CHECK and abs(value) < _SAMPLER_CHECK_FROM)
         )
-        if value is not None and not hidden:
+        if not hidden:
             label = "KL" if short and label == "KL to reference" else label
             parts.append(f"{label} {form(value)}")
     if failed := metrics.get(_FAILED):  # the reward is the mean of the scored samples
@@ -228,7 +229,7 @@ class Console:
         self._step_ends = []
         if self._fancy and not self._quiet:
             self._bar = Progress(
-                TextColumn("[bold]{task.description}"),
+                TextColumn("{task.description}", style="bold", markup=False),
                 BarColumn(bar_width=None),
                 TextColumn("{task.completed:.0f}/{task.total:.0f}"),
                 TextColumn("{task.fields[text]}", markup=False),
@@ -367,7 +368,7 @@ class Console:
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
         for name, value in facts.items():
-            table.add_row(name, Text(self._sanitize(str(value))))
+            table.add_row(Text(self._sanitize(name)), Text(self._sanitize(str(value))))
         body = Group(table, Text(self._sanitize("\n" + "\n".join(lines)))) if lines else table
         self._rich.print(
             Panel(

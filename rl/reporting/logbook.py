@@ -38,6 +38,7 @@ from rl.jsonl import (
     METRICS_FILE,
     TEMPORARY,
     Row,
+    find_bad_metric,
     format_json_line,
     get_evaluation_step,
     get_rollout_step,
@@ -311,7 +312,8 @@ class Logbook:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a row of metrics. Values are numbers (NaN and infinity become null) or short texts
-        such as "stage". Raises ValueError if `step` is lower than the last step.
+        such as "stage". Raises ValueError for other values, which a resume could not read, and if
+        `step` is lower than the last step.
         """
         self.guard()
         if step < self._last_step:
@@ -319,8 +321,11 @@ class Logbook:
                 f"step {step} after step {self._last_step}: steps must not decrease, over all "
                 f"stages of a run"
             )
+        row = replace_nonfinite({"step": step, **metrics})
+        if (problem := find_bad_metric(row)) is not None:
+            raise ValueError(f"metrics of step {step}: {problem}")
         self._last_step = step
-        self._metrics.write(format_json_line(replace_nonfinite({"step": step, **metrics})))
+        self._metrics.write(format_json_line(row))
         self._metrics.flush()
         self._trackers.log(step, metrics)
 
@@ -391,10 +396,9 @@ class Logbook:
     def _write_page(self, page: Path, step: int, rows: Sequence[Row], title: str) -> None:
         """Write the page, and link it with the previous page in both directions."""
         folder = page.parent
-        earlier = max(
-            (path.name for path in folder.glob("*.html") if path.name < page.name), default=""
-        )
-        earlier_step = get_rollout_step(earlier)
+        names = {get_rollout_step(path.name): path.name for path in folder.glob("*.html")}
+        earlier_step = max((k for k in names if k is not None and k < step), default=None)
+        earlier = names.get(earlier_step, "")
         text = rollout_html.render_page(
             rows,
             title=title,

@@ -416,7 +416,7 @@ def pick_colour(i: int) -> str:
 
 def _draw_panel(axis: Axes, panel: PlotPanel, curves: Sequence[RunCurve]) -> None:
     """Draw the curves of all runs into a panel."""
-    axis.set_title(panel.title, fontsize=10, loc="left")
+    axis.set_title(panel.title, fontsize=10, loc="left", parse_math=False)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     axis.grid(True, axis="y", color="#e3e3e3", lw=0.7)

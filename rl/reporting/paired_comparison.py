@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -13,6 +12,7 @@ from rl.jsonl import Row
 from rl.reporting.episode_html import StoredEpisode
 
 _NORMAL_95 = 1.96  # the 97.5% quantile of the standard normal distribution
+_MAX_SCORE = 1e300
 _FEW_PROBLEMS = 30  # below it the normal interval is rough
 
 
@@ -33,8 +33,8 @@ def score_row(row: Row) -> float | None:
     metrics = row.get("metrics")
     value = metrics.get("correct") if isinstance(metrics, Mapping) else None
     value = row.get("reward") if value is None else value
-    # JSON's integers are unbounded
-    if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+    # JSON's integers are unbounded, and a sum of scores must be a float too
+    if not isinstance(value, (int, float)) or not abs(value) <= _MAX_SCORE:
         return None
     return float(value)
 

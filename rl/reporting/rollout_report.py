@@ -287,9 +287,7 @@ def make_answer(row: Row) -> dict[str, Any]:
         "reward": _round(row.get("reward")),
         "advantage": _round(row.get("advantage")),
         "stop": sanitize_text(episode.stop_reason, _PIECE_LIMIT),
-        "length": sum(
-            len(item.get("tokens") or str(item.get("response", ""))) for item in episode.answers
-        ),
+        "length": sum(map(_measure_length, episode.answers)),
         "metrics": _bound_metrics(row.get("metrics")),
         "score": score_row(row),
         **_describe_problem(row),
@@ -307,6 +305,14 @@ def make_answer(row: Row) -> dict[str, Any]:
         if isinstance(values, list) and len(values) == len(tokens):
             answer[name] = [_round(value, digits) for value in values[:_TOKENS]]
     return answer
+
+
+def _measure_length(answer: Row) -> int:
+    """Return the number of tokens of an answer; characters if it has no tokens."""
+    tokens = answer.get("tokens")
+    return (
+        len(tokens) if isinstance(tokens, list) and tokens else len(str(answer.get("response", "")))
+    )
 
 
 def _render_episode(episode: StoredEpisode) -> dict[str, str]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from rl.config import CHANGEABLE_OPTIONS, CHANGEABLE_SETTINGS
 
+_MAX_VALUE = 1e300  # of which a mean over runs is a float
+
 
 def flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of all stages of a run, and the options that affect it, by one name
@@ -79,7 +81,7 @@ def average_rows(
         spreads = {
             name: _measure_spread(values)
             for name, values in columns.items()
-            if all(isinstance(value, (int, float)) for value in values)
+            if all(isinstance(value, (int, float)) and abs(value) < _MAX_VALUE for value in values)
         }
         step, _ = spreads.pop("step")
         for rows, sign in zip(averaged, (0, -1, 1), strict=True):

@@ -62,11 +62,11 @@ class TerminalChart:
             low, high = min(low, 0.0), max(high, 0.0)
         # a range beyond that of floats is drawn flat, as a constant is
         span = high - low if math.isfinite(high - low) else 0.0
-        scale = (4 * rows - 1) / span if span else 0.0
         cells: _Cells = {}
         for line, averaged in zip(self.lines, columns, strict=True):
             dots = [
-                (x, round((value - low) * scale) if span else 2 * rows) for x, value in averaged
+                (x, round((value - low) / span * (4 * rows - 1)) if span else 2 * rows)
+                for x, value in averaged
             ]
             for x, y in _connect_dots(dots):
                 bits, _ = cells.get((x // 2, y // 4), (0, ""))

@@ -218,11 +218,12 @@ def _flatten_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _take_streams() -> tuple[IO[str], IO[str]]:
     """Return standard input and output, and put /dev/null in their place for the tracker."""
-    streams = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    messages = os.fdopen(os.dup(0), encoding="utf-8", errors="replace")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     silence = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(silence, number)
-    return streams
+    return messages, replies
 
 
 def serve(messages: IO[str], replies: IO[str]) -> None:
@@ -252,6 +253,8 @@ def serve(messages: IO[str], replies: IO[str]) -> None:
         reply(failed=backend.warning)
     actions = {"metrics": backend.log, "rollouts": backend.log_table}
     for line in messages:
+        if not line.endswith("\n"):  # the run was killed while it wrote
+            break
         message = json.loads(line)
         kind, arguments = message["kind"], message["arguments"]
         attempt(f"did not accept the {kind} of step {arguments[-1]}", actions[kind], *arguments)

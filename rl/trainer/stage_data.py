@@ -52,6 +52,7 @@ from rl.errors import UserError, warn_on_rank_zero
 from rl.renderers import Renderer
 from rl.rewards import Reward, Scorer, code, get_reward_machines, resolve_reward
 from rl.rollout import EnvGroupBuilder, EpisodeFailed
+from rl.sanitize import describe_error
 from rl.seed import derive_seed
 from rl.trainer.reward_probe import check_reward
 from rl.types import Problem
@@ -326,8 +327,18 @@ def _names_data(data: DataSettings) -> bool:
 
 
 def _make_rows(spec: EnvironmentSpec, split: str, count: int) -> ProblemSet:
-    """Return `count` rows of a split, each with a seed. Raises UserError if the split is empty."""
-    rows = spec.make().rows(split, count)
+    """Return `count` rows of a split, each with a seed. Raises UserError if the split is empty, or
+    if the environment does not return rows.
+    """
+    try:
+        rows = [dict(row) for row in spec.make().rows(split, count)]
+    except UserError:
+        raise
+    except Exception as error:  # boundary: the user's code
+        raise UserError(
+            f"the environment {spec.name} makes no rows of the split {split} "
+            f"({describe_error(error, 300)}): rows(split, count) returns a list of mappings"
+        ) from error
     seeds = [derive_seed("environment", spec.seed_stream, split, i) for i in range(len(rows))]
     problems = [
         Problem((), {"seed": seeds[i], **row}, tag=spec.name, index=i) for i, row in enumerate(rows)

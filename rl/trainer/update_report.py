@@ -189,7 +189,7 @@ def _read_group_rows(record: Path, step: int, problem: str) -> dict[int, list[Ma
                 names[name] = None
                 if problem in (name, str(row["problem"])):
                     groups.setdefault(row["group"], []).append(row)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} cannot be read ({error}): `why` shows the tokens of that file"
         ) from error

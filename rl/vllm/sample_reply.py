@@ -51,7 +51,7 @@ def check_form(url: str, text: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, EOFError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, EOFError, OverflowError) as error:
         raise VllmServerError(url, f"{text} ({type(error).__name__}: {error})") from error
 
 

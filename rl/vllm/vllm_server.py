@@ -77,6 +77,9 @@ class VllmServer:
             self.max_lora_rank = int(lora["max_lora_rank"])
             outputs = config.get("aux_output_config") or {}
             self.returns_experts = bool(outputs.get("enable_return_routed_experts"))
+            self._check_settings(config)
+        except UserError:
+            raise
         except VllmServerError as error:
             raise UserError(
                 f"{error}. Start a server that answers before the run starts: "
@@ -87,7 +90,6 @@ class VllmServer:
                 f"{self.url} does not answer as a vLLM server ({type(error).__name__}: {error}): "
                 "correct sampler_url"
             ) from error
-        self._check_settings(config)
         self._check_sample()
 
     def _check_settings(self, config: dict[str, Any]) -> None:

@@ -110,6 +110,14 @@ def test_the_smallest_png_as_bare_base64_is_no_file_name(tmp_path):
     assert make_image_chunk(text).data == data
 
 
+def make_jpeg_with_text_as_width():
+    """The pixels are intact; PIL raises struct.error where it turns them upright."""
+    exif, buffer = Image.Exif(), io.BytesIO()
+    exif[270], exif[274] = "a description", 6  # 274: rotate by 90 degrees
+    make_image(1).save(buffer, "JPEG", exif=exif)
+    return buffer.getvalue().replace(b"\x01\x0e\x00\x02", b"\x01\x00\x00\x02")
+
+
 @pytest.mark.parametrize(
     ("form", "says"),
     [
@@ -120,12 +128,14 @@ def test_the_smallest_png_as_bare_base64_is_no_file_name(tmp_path):
         (3, "int"),
         (b"hello", "not an image, or"),
         ("data:image/png,abc", "data: address of the form"),
+        (Image.open(io.BytesIO(make_png(1)[:-30])), "image cannot be decoded: "),  # read when used
+        (make_jpeg_with_text_as_width(), "an image of .* cannot be decoded: "),
     ],
     ids=lambda value: str(value)[:30],
 )
 def test_what_is_no_image_is_an_error_that_says_so(tmp_path, form, says):
     with pytest.raises(UserError, match=says):
-        make_image_chunk(form, tmp_path)
+        open_image(make_image_chunk(form, tmp_path))
 
 
 def test_an_image_lies_upright_and_on_white():

@@ -2,7 +2,10 @@
 processes, and the error names it.
 """
 
+import gc
+import os
 import textwrap
+import time
 
 import pytest
 from games import MadeUp, tokenizer
@@ -15,14 +18,17 @@ from rl.types import Problem, SamplingParams
 TOKENIZER = tokenizer()
 
 # Pair: member 1 returns what its row says. Reason: ends with a reason for the truncation. Talk:
-# plays three turns and reports metrics and logs for both seats.
+# plays three turns and reports metrics and logs for both seats. Crowded: the second fork of a group's
+# process fails.
 FILE = textwrap.dedent("""
-    import numpy, random
+    import numpy, os, random
     from rl.envs import Environment, TurnResult
 
     class Mute:
         def __repr__(self): raise RuntimeError("no word")
         def __float__(self): raise RuntimeError("no number")
+    class Deaf(dict):
+        def get(self, *_): raise KeyError("no item")
 
     class Pair(Environment):
         seats = (None, None)
@@ -49,6 +55,13 @@ FILE = textwrap.dedent("""
             if self.turns < 3:
                 return TurnResult("on", reward=0.25, seat=self.turns % 2, rewards={1: -0.5})
             return TurnResult(done=True, metrics={"m": 1.0}, logs={"l": "first"}, metrics_of={1: {"m": 2.0}}, logs_of={1: {"l": "second"}})
+    class Crowded(Pair):
+        def share(self):
+            forks = iter((os.fork, None, os.fork))
+            def fork():
+                if (present := next(forks)) is None: raise BlockingIOError("no further process")
+                return present()
+            os.fork = fork
 """)
 
 NONSENSE = {
@@ -60,6 +73,7 @@ NONSENSE = {
     "TurnResult(done=True, reward='much')": "gave the reward 'much'",
     "TurnResult(done=True, metrics={'a': float('inf')})": "gave the metric 'a' inf",
     "TurnResult(done=True, logs={'a': object()})": "JSON",
+    "TurnResult(done=True, logs={'a': 10**5000})": "JSON",
     "TurnResult('a', seat=3)": "names the seat 3",
     "TurnResult(done=True, metrics=None)": "gave the metrics None",
     "TurnResult(done=True, metrics=[('a', 1.0)])": "gave the metrics [",
@@ -89,6 +103,7 @@ NONSENSE = {
     "TurnResult(done=numpy.zeros(2))": "gave for done ",
     "TurnResult(done=True, truncated=numpy.zeros(2))": "gave for truncated ",
     "TurnResult('\\ud800')": "half of a surrogate pair",
+    "TurnResult([Deaf(role='user', content='a')])": "no item",
     "TurnResult(done=True, metrics={Mute(): 1.0})": "",
     "TurnResult(done=True, logs={'a': [Mute()]})": "",
     "[TurnResult(done=True)]": "",
@@ -117,7 +132,8 @@ AT_START = {
 def specs(tmp_path_factory):
     file = tmp_path_factory.mktemp("pair") / "pair.py"
     file.write_text(FILE)
-    threads = {name: parse_environment(f"{file}:{name}", []) for name in ("Pair", "Talk", "Reason")}
+    names = ("Pair", "Talk", "Reason", "Crowded")
+    threads = {name: parse_environment(f"{file}:{name}", []) for name in names}
     processes = {name: isolate_environment(spec) for name, spec in threads.items()}
     yield {"threads": threads, "processes": processes}
     for spec in processes.values():
@@ -154,6 +170,28 @@ def test_nonsense_costs_its_own_episode_and_is_named(specs, where):
     assert len(result.errors) == len(rows)
     assert [group.get_total_rewards() for group in result.groups] == [[1.0, 1.0]] * len(rows)
     assert compute_group_metrics(result.groups)["env/all/first"] == 1.0
+
+
+def test_a_fork_that_fails_costs_its_own_episode(specs):
+    result = play_groups(specs["processes"]["Crowded"], [{"when": "never"}], 3)
+    (error,) = result.errors
+    assert "of row 0, died" in error  # any of the three: their threads fork
+    assert [group.get_total_rewards() for group in result.groups] == [[1.0, 1.0]]
+
+
+def test_episodes_leave_no_open_sockets(specs):
+    play_groups(specs["processes"]["Crowded"], [{"when": "never"}], 3)  # starts the root
+    gc.collect()
+    gc.disable()  # a run collects garbage rarely
+    try:
+        before = len(os.listdir("/dev/fd"))
+        play_groups(specs["processes"]["Crowded"], [{"when": "never"}] * 4, 3)
+        deadline = time.monotonic() + 20
+        while (count := len(os.listdir("/dev/fd"))) > before and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        gc.enable()
+    assert count <= before
 
 
 @pytest.mark.parametrize("where", ["threads", "processes"])

@@ -300,6 +300,16 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, words, text)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("code", ["return None", "return [1]", "raise KeyError('lost')"])
+def test_rows_that_an_environment_fails_to_make_are_an_error(tmp_path, code):
+    (tmp_path / "rows.py").write_text(
+        "from rl.envs import Environment\n"
+        f"class Rows(Environment):\n    def rows(self, split, count): {code}\n"
+    )
+    with pytest.raises(UserError, match=r"makes no rows of the split train \("):
+        train(f"grpo {SMALL} --environment {tmp_path}/rows.py:Rows --steps 1", tmp_path / "run")
+
+
 # ----------------------------------------------------------------------------- docs/environments.md
 
 

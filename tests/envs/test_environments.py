@@ -720,6 +720,7 @@ def test_environments_are_found_by_name_and_address(write):
         class Mine(Environment):
             def __init__(self, size: int, *, on: bool = False): ...
     """)
+    (file.parent / "raises_at_import.py").write_text("raise RuntimeError('broken')")
     spec = parse_environment(f"{file}:Mine", [("size", "3"), ("on", "True")])
     assert spec.settings == {"size": 3, "on": True} and spec.address == f"{file}:Mine"
     spec = parse_environment(f"{file}:Mine", [("size", "3"), ("no_on", "True")])
@@ -736,6 +737,8 @@ def test_environments_are_found_by_name_and_address(write):
         ("debate", "examples/games/debate.py:DebateEnv"),
         (f"{file}:Mime", "'Mime' is not an environment in it; did you mean 'Mine'"),
         (f"{file.parent}/none.py:Mine", "does not exist"),
+        (":Mine", "importing '' failed"),
+        ("raises_at_import:Mine", r"importing 'raises_at_import' failed \(RuntimeError: broken\)"),
     ):
         with pytest.raises(UserError, match=text):
             resolve_environment(name)

@@ -92,13 +92,20 @@ FAULTS = {  # (group, expected errors, rewards of the remaining episodes)
         ["a finite number is expected"] * 2,
         None,
     ),
+    "compared: beyond floats": (
+        Group(compared=[(10**400, {}), (1.0, {})]),
+        ["OverflowError"] * 2,
+        None,
+    ),
     "cleaned: raises": (Group(cleaned="raise"), [], [1.5, 1.5]),
     "cleaned: hangs": (Group(cleaned="hang"), [], [1.5, 1.5]),
     "reward: nan": (Group(reward=math.nan), ["a finite number is expected"], [1.5]),
+    "reward: beyond floats": (Group(reward=10**400), ["OverflowError"], [1.5]),
     "reward: a text": (Group(reward="much"), ["cannot be read"], [1.5]),
     "metrics: infinite": (Group(metrics={"a": math.inf}), ["a finite number is expected"], [1.5]),
     "metrics: a list": (Group(metrics=[1]), ["cannot be read"], [1.5]),
     "logs: no JSON": (Group(logs={"a": object()}), ["cannot be read"], [1.5]),
+    "logs: a long number": (Group(logs={"a": 10**5000}), ["cannot be read"], [1.5]),
     "no more to read": (Group(episode_done=False), ["cannot be read"], [1.5]),
 }
 

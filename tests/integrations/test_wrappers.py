@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 from test_reward_endings import wait_until
 from wrapper_scripted import ScriptedSampler, play_environment
@@ -356,7 +357,7 @@ class RetryEnv:
         }
 
     def get_metrics(self):
-        return {"turns": self.turns, "name": "thrice"}
+        return {"turns": self.turns, "name": "thrice", "each": np.zeros(2)}
 
     def close(self):
         RetryEnv.closed += 1
@@ -374,7 +375,7 @@ def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer
     (group,) = play_environment(spec, say, rows=[row]).groups
     turns = group.trajectories_G[0].transitions
     assert [t.reward for t in turns] == [-0.25, -0.25, 1.0]
-    assert turns[-1].metrics["turns"] == 3.0 and "name" not in turns[-1].metrics
+    assert turns[-1].metrics["turns"] == 3.0 and not {"name", "each"} & turns[-1].metrics.keys()
     assert wait_until(lambda: RetryEnv.closed == 1, 2)
     with pytest.raises(UserError, match="did you mean thrice"):
         resolve_environment("skyrl_gym", env="thrise").make()
@@ -437,10 +438,10 @@ def test_episodes_on_a_server(fake_openenv, renderer):
 
 def test_every_json_action_is_counted(fake_openenv, renderer):
     spec = resolve_environment("openenv", url="http://x", action="json")
-    answers = iter(["no json", "[1]", '{"message": "1"}', '{"message": "2"}'])
+    answers = iter(["no json", "[" * 9000, "[1]", '{"message": "1"}', '{"message": "2"}'])
     (group,) = play_environment(spec, lambda prompt: next(answers)).groups
     turns = group.trajectories_G[0].transitions
-    assert [turn.metrics["malformed_action"] for turn in turns] == [1.0, 1.0, 0.0, 0.0]
+    assert [turn.metrics["malformed_action"] for turn in turns] == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("say", "why"), [("break", "gone"), ("hang", "within")])
@@ -472,8 +473,10 @@ def test_a_session_takes_calls_of_many_threads_and_says_what_failed():
         ClientSession(lambda: RefusingClient("x"), 5.0)
 
 
-def test_a_session_that_is_not_opened_in_time_leaves_nothing():
+@pytest.mark.parametrize("hangs", ["opened", "closed"])
+def test_a_session_that_is_not_opened_or_closed_in_time_leaves_nothing(hangs, monkeypatch):
     closed = threading.Event()
+    monkeypatch.setattr("rl.integrations.client_session._END_SECONDS", 0.05)
 
     class SilentClient(Client):
         async def __aenter__(self):
@@ -482,9 +485,16 @@ def test_a_session_that_is_not_opened_in_time_leaves_nothing():
             finally:
                 closed.set()
 
+    class StuckClient(Client):
+        async def __aexit__(self, *error):
+            await SilentClient.__aenter__(self)
+
     before = set(threading.enumerate())
-    with pytest.raises(TimeoutError, match=r"did not answer within 0\.05 s"):
-        ClientSession(lambda: SilentClient("x"), 0.05)
+    if hangs == "closed":
+        ClientSession(lambda: StuckClient("x"), 5.0).close()
+    else:
+        with pytest.raises(TimeoutError, match=r"did not answer within 0\.05 s"):
+            ClientSession(lambda: SilentClient("x"), 0.05)
     assert closed.wait(5)
     for thread in set(threading.enumerate()) - before:
         thread.join(5)

@@ -156,6 +156,11 @@ def test_pages_of_a_run_link_to_each_other(tmp_path):
     with Logbook(tmp_path / "run") as logbook:
         for step in (1, 6, 11):
             logbook.write_rollouts(step, [make_episode()])
+    with Logbook(tmp_path / "long") as logbook:  # as text, 1000000 precedes 999999
+        for step in (100_000, 999_999, 1_000_000):
+            logbook.write_rollouts(step, [make_episode()])
+    text = (tmp_path / "long" / "rollouts" / "step_1000000.html").read_text()
+    assert 'href="step_999999.html">&larr; step 999999' in text
     folder = tmp_path / "run" / "rollouts"
     names = first, six, eleven = [f"step_{step:06d}.html" for step in (1, 6, 11)]
     pages = zip((1, 6, 11), [(folder / name).read_text() for name in names], strict=True)

@@ -19,6 +19,9 @@ LOGGED = {
     "grpo with a sampler that differs from the learner": (
         {"reward/total": 0.5, "optim/kl_sample_train_v1": 2e-3},
         "reward 0.500  KL sampler-learner 2.0e-03"),
+    "grpo with a sampler whose logprobs are lower": (
+        {"reward/total": 0.5, "optim/kl_sample_train_v1": -0.2},
+        "reward 0.500  KL sampler-learner -2.0e-01"),
     "grpo with scores around zero": ({"reward/total": -1e-5}, "reward -1e-05"),
     "grpo with a score of minus zero": ({"reward/total": -0.0}, "reward 0.000"),
     "grpo with a reference": (

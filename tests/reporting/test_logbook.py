@@ -95,6 +95,11 @@ def test_lines_are_strict_json_and_complete_at_once(tmp_path: Path) -> None:
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     with pytest.raises(ValueError, match="step -1 after step 0"):
         book.log(-1, {})
+    book.log(1, {"large": 1.79e308})
+    for value in ([0.5], {"a": 1}, 10**400):
+        with pytest.raises(ValueError, match="metrics of step 1: its x is "):
+            book.log(1, {"x": value})
+    assert [row["step"] for row in book.read_rows()] == [0, 1]
 
 
 def test_a_bad_line_in_the_middle_is_named(tmp_path: Path) -> None:
@@ -313,7 +318,7 @@ def play(**options: Any) -> str:
             if step == 60:
                 out.note("a note")
                 out.warn("a [warning]")
-        results = {"held-out accuracy": (0.3512, 0.97), "x": (None, 1.0)}
+        results = {"held-out accuracy": (0.3512, 0.97), "[/x]": (None, 1.0)}
         out.end("done", results=results, commands=["python plot.py"])
     return stream.getvalue()
 
@@ -371,6 +376,7 @@ def test_a_terminal_gets_a_bar_and_boxes() -> None:
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     assert "\x1b[2K" in text and "held-out accuracy 0.900" in plain
     assert "a [warning]" in plain and "200/200 reward 0.250" in plain and "runs/[a]" in plain
+    assert "[/x]" in plain
 
 
 def test_unfinished_lines_are_left_out(tmp_path: Path) -> None:

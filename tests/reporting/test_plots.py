@@ -118,7 +118,7 @@ def test_null_and_missing_values_are_left_out(tmp_path: Path) -> None:
 
 
 def test_odd_folders_draw(tmp_path: Path) -> None:
-    rows = [{"step": 3, "test/env/all/correct": 0.5, "optim/grad_norm": 0.0}]
+    rows = [{"step": 3, "test/env/all/correct": 0.5, "optim/grad_norm": 0.0, "env/all/$^$": 1.0}]
     first, second = write(tmp_path / "one", rows), write(tmp_path / "two", two_stages())
     metrics, picture = second / "metrics.jsonl", tmp_path / "x.png"
     assert is_png(metric_plots.draw_curves(first, tmp_path / "one.png"))
@@ -294,6 +294,9 @@ def test_runs_that_have_just_started_hide_no_curve(tmp_path):
     assert mean.label == "mean of 2: run1 ..." and len(mean.rows) == 21
     (alone,) = metric_plots.group_curves([curves[0], evaluated], [0, 0], "steps")
     assert alone.label == "evaluated" and alone.rows == [first]
+    huge = metric_plots.RunCurve("huge", [{**curves[1].rows[0], "reward/total": 1.7e308}])
+    (mean,) = metric_plots.group_curves([huge, huge], [0, 0], "steps")
+    assert len(mean.rows) == 1 and "reward/total" not in mean.rows[0]
 
 
 def make_config(options: dict[str, Any], **settings: Any) -> dict[str, Any]:

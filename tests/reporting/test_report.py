@@ -185,6 +185,7 @@ def write_hostile_run(folder: Path) -> Path:
         make_row(3, 0.0, turns=[{"text": HOSTILE, "sampled": False, "role": "user"},
                                 {"text": HOSTILE, "sampled": True, "tool_calls": [{"name": HOSTILE, "answer": HOSTILE}]}]),
         make_row(4, 0.0, turns=[{"text": "x", "sampled": True, "metrics": [1], "messages": 5}]),
+        *[make_row(5, 1e308, tokens=5)] * 2,
     ]  # fmt: skip
     rollouts = {"grpo-eval-000000.jsonl": answers, "grpo-eval-000003.jsonl": answers}
     write_run(folder, metrics, {**rollouts, "step_000003_grpo.jsonl": answers})
@@ -213,7 +214,7 @@ def test_hostile_text_stays_text(tmp_path, small_plotly):
     assert len(page) < 500_000  # answers of four megabytes are shortened
     rollouts = data["runs"][0]["rollouts"]
     answers = [answer for group in rollouts["batches"][0]["groups"] for answer in group["answers"]]
-    assert len(answers) == 5
+    assert len(answers) == 7
     for answer in answers:
         rendered = answer.get("html", "")
         assert "<script" not in rendered and "<img" not in rendered

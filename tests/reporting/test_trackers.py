@@ -245,6 +245,8 @@ class Run:
         if MODE == "crash":
             os._exit(3)
     def finish(self):
+        if MODE == "finish":
+            self.log(None, "finished")
         if MODE == "log":
             raise KeyError("x")
         if MODE == "hang":
@@ -316,6 +318,22 @@ def test_a_killed_run_keeps_what_it_logged(tmp_path: Path, monkeypatch: pytest.M
     while calls.read_text().count("\n") < 3 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert calls.read_text().split() == ["1", "2", "3"]
+
+
+@pytest.mark.slow
+def test_a_message_that_a_killed_run_did_not_finish_ends_its_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = install_fake("finish", tmp_path, monkeypatch)
+    setup = {"tracker": "wandb", "folder": str(tmp_path), "project": "p", "run": "r", "id": "a"}
+    messages = (
+        {**setup, "config": {}, "resume_step": None, "parent": os.getpid()},
+        {"kind": "metrics", "arguments": [{"x": 0.5}, 1]},
+    )
+    text = "".join(f"{json.dumps(message)}\n" for message in messages) + '{"kind": "rollouts \u00e9'
+    command = [sys.executable, "-P", "-m", "rl.reporting.tracker_worker"]
+    subprocess.run(command, input=text.encode()[:-1], env=with_paths(), cwd=tmp_path, check=True)
+    assert calls.read_text().split() == ["1", "finished"]
 
 
 @pytest.mark.slow

@@ -288,7 +288,11 @@ def test_files_with_numbers_beyond_floats_are_read(tmp_path: Path) -> None:
         '{"stages": [{"name": "grpo", "settings": {"steps": Infinity}}]}'
     )
     assert "it is 7" in render_text(tmp_path / "run")
-    for xs, ys in (([1, 2], [1e308, -1e308]), ([1, 1, 2], [1e308, 1e308, 3.0])):
+    for xs, ys in (
+        ([1, 2], [1e308, -1e308]),
+        ([1, 1, 2], [1e308, 1e308, 3.0]),
+        ([1, 2], [0, 5e-324]),
+    ):
         print_plain(TerminalChart("a", [ChartCurve(xs, ys, "cyan")]), 40)
 
 

@@ -288,6 +288,12 @@ def test_errors_name_the_steps_and_the_problems(two_stages):
     assert set(str(caught.value).rpartition("problems are ")[2].split(", ")) == problems
     with pytest.raises(UserError, match="holds no run"):
         explain_update(two_stages.parent, 1, "1")
+    rows = list_update_files(two_stages / "rollouts")[last].with_suffix("").with_suffix(".jsonl")
+    text = rows.read_text()
+    rows.write_text("[]\n")
+    with pytest.raises(UserError, match="cannot be read"):
+        explain_update(two_stages, last, "1")
+    rows.write_text(text)
 
 
 def run_script(monkeypatch, *words: str) -> int:

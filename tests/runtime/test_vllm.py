@@ -78,6 +78,8 @@ def corrupt_reply(fault, reply):
         choice["token_ids"] = [3] * 26
     elif fault == "old version":
         choice["weight_versions"][0]["version"] = "default"
+    elif fault == "infinite":
+        choice["weight_versions"][0]["end"] = math.inf
     elif fault == "no versions":
         choice["weight_versions"] = None
     elif fault == "several":
@@ -109,6 +111,7 @@ FAULTS = {
     "too long": "26 tokens, expected 1 to 6",
     "old version": "sampled with the weights 'default'.*restarted",
     "no versions": "without token ids, logprobs or weight versions",
+    "infinite": "without token ids, logprobs or weight versions",
     "several": r"returned \d samples, expected \d",
     "no json": "returned str, not an object",
 }
@@ -757,7 +760,7 @@ def test_scores_do_not_wait_for_queued_samples(servers, connect):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"release": "0.11.2"}, "runs vLLM 0.11.2; supported: 0.32.x"),
+        ({"release": "0.11.2"}, "^http://127[^ ]* runs vLLM 0.11.2; supported: 0.32.x"),
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"quantization": "fp8"}, "quantizes its weights"),
         ({"scale_out": False}, "--enable-scale-out"),
