@@ -109,29 +109,30 @@ def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
             )
 
 
-def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
+def test_a_short_request_cannot_ask_for_much_memory_or_time(tmp_path):
     with open_server(tmp_path) as (first, wires):
         model = wires.model()
         sampler = wires.sampler(model, 1)
-        empty = {
-            "data": [], "dtype": "int64", "shape": [2, 2**27], "sparse_crow_indices": [0, 0, 0],
-            "sparse_col_indices": [],
-        }  # fmt: skip
-        head = {"model_id": model, "seq_id": 2, "loss_fn": "cross_entropy"}
-        message = tinker_pb2.ForwardBackwardRequest(**head)
-        datum = message.data.add()
-        datum.model_input.add().encoded_text.tokens = np.asarray([4, 5], "<i4").tobytes()
-        tensor = datum.loss_fn_inputs["target_tokens"]
-        tensor.dtype = tinker_pb2.DTYPE_INT64
-        tensor.shape.extend([2, 2**26])
-        tensor.sparse_csr.crow_indices = np.zeros(3, "<i8").tobytes()
+        head = {"model_id": model, "loss_fn": "cross_entropy"}
         begin = time.perf_counter()
-        for request in (
-            wires.ask_sample(sampler, 0, [4, 5, 6], target_prompt_logprobs=empty),
-            wires.send(message.SerializeToString()),
-        ):
-            answer = wires.wait(request)
-            assert answer["category"] == "user" and "cells" in answer["error"]
+        for seq, shape in enumerate(([2, 2**27], [2**62] * 60_000), 2):
+            empty = {
+                "data": [], "dtype": "int64", "shape": shape, "sparse_crow_indices": [0, 0, 0],
+                "sparse_col_indices": [],
+            }  # fmt: skip
+            message = tinker_pb2.ForwardBackwardRequest(**head, seq_id=seq)
+            datum = message.data.add()
+            datum.model_input.add().encoded_text.tokens = np.asarray([4, 5], "<i4").tobytes()
+            tensor = datum.loss_fn_inputs["target_tokens"]
+            tensor.dtype = tinker_pb2.DTYPE_INT64
+            tensor.shape.extend(shape)
+            tensor.sparse_csr.crow_indices = np.zeros(3, "<i8").tobytes()
+            for request in (
+                wires.ask_sample(sampler, seq, [4, 5, 6], target_prompt_logprobs=empty),
+                wires.send(message.SerializeToString()),
+            ):
+                answer = wires.wait(request)
+                assert answer["category"] == "user" and "cells" in answer["error"]
         assert time.perf_counter() - begin < 2.0
 
 
