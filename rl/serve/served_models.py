@@ -192,10 +192,17 @@ class ModelManager:
 
     @staticmethod
     def _run_work(model: ModelRecord, seq: int, work: Callable[[], VerbSteps]) -> VerbSteps:
-        """Run the work of request `seq`, and mark the model as busy meanwhile."""
+        """Run the work of request `seq`, and mark the model as busy meanwhile.
+
+        If the server ends before the work has, the next server runs the request when it is sent
+        again.
+        """
         model.is_running, model.last_started_seq = True, seq
         try:
             return (yield from work())
+        except GeneratorExit:
+            model.last_started_seq = seq - 1
+            raise
         finally:
             model.is_running = False
             model.last_used = time.monotonic()

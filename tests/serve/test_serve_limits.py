@@ -30,6 +30,7 @@ from rl.learner import LearnerSettings
 from rl.models import load_model
 from rl.runtime import SamplerSettings, WorkerSettings
 from rl.serve import served_models, serving_engine
+from rl.serve.scheduler import EngineJob
 from rl.serve.served_models import ModelManager
 
 
@@ -366,6 +367,25 @@ def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
         for path, fields in (("api/v1/asample", body), ("v1/completions", {"prompt": [4, 5]})):
             refused = wires.http.post(f"/{path}", json=fields)
             assert refused.status_code == 503 and float(refused.headers["retry-after"]) > 0, path
+
+
+def test_a_request_that_a_server_interrupts_as_it_ends_is_run_by_the_next(tmp_path):
+    with open_server(tmp_path) as (first, wires):
+        save = {"model_id": wires.model(), "seq_id": 1, "path": "a"}
+
+        def end():
+            first.engine.shut_down(0.0)
+            yield
+
+        with hold_requests(first):
+            request = wires.post("save_weights", **save)
+            first.engine.submit(EngineJob("other", "end", "end", end))
+        assert first.engine.join(60)
+        body = {"request_id": request["request_id"]}
+        assert wires.http.post("/api/v1/retrieve_future", json=body).status_code == 503
+    with server(tmp_path, resume=True) as second:
+        answer = Wire(second).wait(Wire(second).post("save_weights", **save))
+        assert answer["path"].endswith("/weights/a")
 
 
 def test_sessions_that_fall_silent_are_ended_though_a_look_failed(tmp_path, monkeypatch):
