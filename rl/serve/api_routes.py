@@ -30,7 +30,7 @@ class TypedRoute(Route):
 
     A handler receives what its parameters name: `request`, `owner`, `body` (a JSON body, as the
     class of the parameter), and parameters of the path. A handler that is not a coroutine function
-    runs in a thread, because it reads or writes files.
+    runs in a thread, because it uses files or takes long.
 
     FastAPI describes the route, and does not run it: the handler limits the body's size before it
     parses the body, and checks some fields only when the request runs. FastAPI's own handling would

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 from rl.client import ServiceClient
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
-from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_pb2
+from rl.serve import AgentSession, ModelServer, ServedBaseModel, ServeSettings, tinker_pb2
 from rl.serve.scheduler import EngineJob
 from rl.serve.server import make_timeout_protocol
 
@@ -91,9 +91,9 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
                 assert watch.request(call), name
 
 
-def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
+def test_long_texts_and_sessions_are_handled_beside_the_event_loop(tmp_path, monkeypatch):
     calls = {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "1+1="}]},
+        "/session/x/v1/chat/completions": {"messages": [{"role": "user", "content": "1+1="}]},
         "/v1/completions": {"prompt": "1+1="},
     }
     with server(tmp_path) as first:
@@ -107,6 +107,8 @@ def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
             assert watch.request(lambda http, path=path, body=body: http.post(path, json=body)), (
                 path
             )
+        monkeypatch.setattr(AgentSession, "to_json", watch.slowly(AgentSession.to_json))
+        assert watch.request(lambda http: http.get("/session/x"))
 
 
 def test_a_short_request_cannot_ask_for_much_memory_or_time(tmp_path):
