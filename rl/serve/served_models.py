@@ -237,14 +237,16 @@ class ModelManager:
     def load_client(self, model: ModelRecord) -> TrainingClient:
         """Return the model's client, and read the model from disk if it was written out.
 
-        Raises UserError if the model was only in memory when an earlier server ended.
+        Raises UserError if the model was only in memory when an earlier server ended, or if its
+        files are damaged.
         """
         if model.client is None:
             if not model.is_written_out:
                 raise UserError(
-                    f"{model.model_id} was only in memory when the server ended: create a training "
-                    "client from one of its checkpoints (rest_client.list_checkpoints), and start "
-                    "the server with --durable to keep models across restarts"
+                    f"{model.model_id} was only in memory when the server ended, or its files are "
+                    "damaged: create a training client from one of its checkpoints "
+                    "(rest_client.list_checkpoints), and start the server with --durable to keep "
+                    "models across restarts"
                 )
             self._evict_models()
             model.client = self.engine.service.create_training_client_from_state_with_optimizer(

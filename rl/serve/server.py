@@ -53,18 +53,22 @@ _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 def read_serve_settings(args: argparse.Namespace) -> ServeSettings:
     """Return the settings of the command line, with the keys of a file and the environment.
 
-    Raises UserError if the keys file cannot be read, or if a setting has a wrong value.
+    Raises UserError if the keys file cannot be read or has no key, or if a setting has a wrong
+    value.
     """
     keys = os.environ.get(KEYS_VARIABLE, "").split(",")
     if args.keys_file:
         try:
-            lines = Path(args.keys_file).read_text().splitlines()
-            keys += [line for line in lines if not line.lstrip().startswith("#")]
+            lines = Path(args.keys_file).read_text("utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"--keys-file {args.keys_file} cannot be read: "
                 f"{getattr(error, 'strerror', None) or error}"
             ) from error
+        file_keys = [line for line in map(str.strip, lines) if line and line[0] != "#"]
+        if not file_keys:  # otherwise the server would be open to everyone on this machine
+            raise UserError(f"--keys-file {args.keys_file} has no key: write a key on each line")
+        keys += file_keys
     options = {name: value for name, value in vars(args).items() if value is not None}
     limits = {name: options[name] for name in vars(ServeLimits()) if name in options}
     if args.resume and not args.output_dir:

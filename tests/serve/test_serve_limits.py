@@ -221,6 +221,9 @@ def test_comments_of_a_keys_file_are_no_keys(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# two tenants\n  # of the laboratory\n" + "\n".join(KEYS) + "\n\n")
     assert read_command_line("--keys-file", str(file)).keys == KEYS
+    file.write_text("# tml-a-key-that-is-out-of-use\n\n")
+    with pytest.raises(UserError, match="has no key"):
+        read_command_line("--keys-file", str(file))
     words = ("--allowed-hosts", "gpu.lab", "gpu2.lab")
     assert tuple(read_command_line(*words).allowed_hosts) == ("gpu.lab", "gpu2.lab")
 
