@@ -91,6 +91,30 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
                 assert watch.request(call), name
 
 
+def test_checkpoints_that_are_read_slowly_hold_up_no_samples(tmp_path, monkeypatch):
+    with open_server(tmp_path) as (first, wires):
+        model = wires.model()
+        wires.save(model, 1, "a")
+        gate = threading.Event()
+        monkeypatch.setattr(checkpoint_folder, "verify_checkpoint", lambda folder: gate.wait(60))
+
+        async def both():
+            options = {"transport": httpx.ASGITransport(first.app), "base_url": "http://server"}
+            async with httpx.AsyncClient(**options, timeout=None) as http:
+                run = f"/api/v1/training_runs/{model}"
+                runs = [asyncio.create_task(http.get(run)) for _ in range(40)]
+                await asyncio.sleep(0.2)
+                body = {"prompt": [4, 5], "max_tokens": 2}
+                sample = asyncio.create_task(http.post("/v1/completions", json=body))
+                await asyncio.wait([sample], timeout=20)
+                begun = sample.done(), any(run.done() for run in runs)
+                gate.set()
+                statuses = [answer.status_code for answer in await asyncio.gather(sample, *runs)]
+                return begun, set(statuses)
+
+        assert asyncio.run(both()) == ((True, False), {200})
+
+
 def test_long_texts_and_sessions_are_handled_beside_the_event_loop(tmp_path, monkeypatch):
     calls = {
         "/session/x/v1/chat/completions": {"messages": [{"role": "user", "content": "1+1="}]},
