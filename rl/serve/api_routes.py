@@ -22,8 +22,8 @@ from rl.serve.schemas import JsonBody, read_body, read_fields
 _TITLE = "Whetstone: Tinker's protocol and an OpenAI-style endpoint"
 _SCHEMA_PREFIX = "#/components/schemas/"
 RouteHandler = Callable[..., Any]
-# threads of handlers that are not coroutine functions, some of which read large checkpoints; requests
-# that train or sample use those of `asyncio.to_thread`, and do not wait for them
+# threads of handlers that are not coroutine functions, and may read large checkpoints: requests
+# that train or sample do not wait for them, because they use the threads of `asyncio.to_thread`
 _HANDLER_EXECUTOR = ThreadPoolExecutor(32, "whetstone-route")
 
 

@@ -149,7 +149,9 @@ def _check_cells(cells: float, values: int) -> None:
     """Raise BadRequestError if sparse tensors with `values` values have too many cells."""
     limit = _MAX_CELLS + _CELLS_PER_VALUE * values
     if cells > limit:
-        message = f"sparse tensors with {values} values have {cells:.0f} cells, the limit is {limit}"
+        message = (
+            f"sparse tensors with {values} values have {cells:.0f} cells, the limit is {limit}"
+        )
         raise BadRequestError(f"{message}: send less at once, or send them dense")
 
 
