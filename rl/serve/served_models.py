@@ -149,13 +149,15 @@ class ModelManager:
             seconds = _GAP_SECONDS if model.resumed else _LOST_SECONDS
             if model.gap_since is None or time.monotonic() - model.gap_since <= seconds:
                 continue
-            reason = "the server was restarted, and the gradients accumulated before are lost"
+            first, last = model.next_seq, min(model.queued_jobs) - 1
+            lost = f"request {first}" if first == last else f"requests {first} to {last}"
+            reason = f"the server was restarted, and what {lost} changed is lost"
             if not model.resumed:
-                reason = f"request {model.next_seq} did not arrive within {seconds:.0f} s"
+                reason = f"{lost} did not arrive within {seconds:.0f} s"
             model.batch_error = model.batch_error or (
                 f"{reason}: repeat the forward_backward of this step"
             )
-            model.next_seq, model.gap_since = min(model.queued_jobs), None
+            model.next_seq, model.gap_since = last + 1, None
             self.submit_ready(model)
 
     def interrupt_waiting(self) -> None:

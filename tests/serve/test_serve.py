@@ -281,7 +281,8 @@ def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_
         request = again.step(model, 4)
         time.sleep(0.2)
         first.model_manager.skip_lost_numbers()
-        assert "repeat the forward_backward" in again.wait(request)["error"]
+        error = again.wait(request)["error"]
+        assert "what request 3 changed is lost: repeat the forward_backward" in error
         assert again.train(model, 5, make_text_datums())[1]["metrics"]["grad_norm"] > 0
         late = again.step(model, 8)  # the body of number 7 arrives slowly
         time.sleep(0.2)
