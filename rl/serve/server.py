@@ -33,6 +33,7 @@ from rl.errors import UserError
 from rl.learner import choose_base_dtype
 from rl.memory_plan import ModelSkeleton
 from rl.processes import RunLock
+from rl.reporting import check_writable
 from rl.runtime import WorkerSettings, make_worker_settings
 from rl.serve.app import JsonLineFormatter, make_app, make_chat_page_route
 from rl.serve.openai_routes import make_openai_routes as openai_routes
@@ -375,6 +376,7 @@ def main(args: argparse.Namespace) -> int:
     Raises UserError if a setting, the certificate, the address or the output folder is unusable.
     """
     settings = read_serve_settings(args)
+    check_writable(settings.output_dir)
     check_certificate(settings.tls_cert, settings.tls_key)
     # only rank 0 listens; the other ranks execute its calls
     sockets = bind_sockets(settings) if os.environ.get("RANK", "0") == "0" else None
