@@ -25,6 +25,7 @@ from serving import (
 )
 from test_serve import KEYS, make_text_datums
 
+from rl.distributed import checkpoint_folder
 from rl.errors import UserError
 from rl.learner import LearnerSettings
 from rl.models import load_model
@@ -191,6 +192,17 @@ def test_the_sampler_that_a_request_loads_is_not_the_one_that_is_evicted(tmp_pat
             ]
         for request in requests:
             assert wires.wait(request, "SampleResponse").sequences
+
+
+def test_a_path_is_found_without_a_look_at_other_checkpoints(wires, monkeypatch):
+    model, looked = wires.model(), []
+    paths = [wires.save(model, seq, f"s{seq}", "_for_sampler") for seq in (1, 2)]
+    look = checkpoint_folder.remove_if_expired
+    monkeypatch.setattr(
+        checkpoint_folder, "remove_if_expired", lambda folder: (looked.append(folder), look(folder))
+    )
+    wires.complete(model=paths[1])
+    assert {folder.name for folder in looked} == {"s2"}
 
 
 def test_a_name_that_is_saved_again_has_the_new_weights(wires):

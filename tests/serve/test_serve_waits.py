@@ -84,7 +84,7 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
             "delete": lambda http: http.delete(run + "/checkpoints/weights/a"),
         }
         with monkeypatch.context() as patch:
-            for name in ("verify_checkpoint", "remove_expired"):
+            for name in ("verify_checkpoint", "remove_if_expired"):
                 slow = watch.slowly(getattr(checkpoint_folder, name))
                 patch.setattr(checkpoint_folder, name, slow)
             for name, call in calls.items():
