@@ -197,9 +197,9 @@ class AgentSession:
         turns: list[dict[str, Any]] = []
         turn_ids: list[bytes] = []  # of prompt and sample: bytes are compared without a copy
         for turn in list(self.turns):
-            prompt = array("q", turn.prompt).tobytes()
+            prompt = array("i", turn.prompt).tobytes()
             continued = [i for i, ids in enumerate(turn_ids) if prompt.startswith(ids)]
-            turn_ids.append(prompt + array("q", turn.sequence.tokens).tobytes())
+            turn_ids.append(prompt + array("i", turn.sequence.tokens).tobytes())
             turns.append(
                 {
                     "prompt_token_ids": turn.prompt,
