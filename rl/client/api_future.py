@@ -56,9 +56,7 @@ class APIFuture(Generic[T]):
         except concurrent.futures.TimeoutError:
             if self._future.done():
                 raise
-            raise TimeoutError(
-                f"the call has not ended after {timeout} s; it keeps running: call result() again"
-            ) from None
+            raise _make_timeout_error(timeout, "result") from None
         finally:
             del self  # a cycle with the traceback would keep the verb's tensors
 
@@ -68,7 +66,13 @@ class APIFuture(Generic[T]):
         # of them waits, so their samples run as a single batch, which is always the same.
         await asyncio.sleep(0)
         self._run_before_wait()
-        return self._convert(await asyncio.wait_for(asyncio.wrap_future(self._future), timeout))
+        waiter = asyncio.wrap_future(self._future)
+        try:
+            return self._convert(await asyncio.wait_for(waiter, timeout))
+        except TimeoutError:
+            if self._future.done():
+                raise
+            raise _make_timeout_error(timeout, "result_async") from None
 
     def future(self) -> concurrent.futures.Future:
         """Return the converted result as a `concurrent.futures.Future`, for `wait`, `as_completed`
@@ -96,6 +100,12 @@ class APIFuture(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.result_async().__await__()
+
+
+def _make_timeout_error(timeout: float | None, method: str) -> TimeoutError:
+    return TimeoutError(
+        f"the call has not ended after {timeout} s; it keeps running: call {method}() again"
+    )
 
 
 def make_completed(value: T) -> APIFuture[T]:

@@ -425,8 +425,13 @@ def remove_leftovers(parent: Path) -> None:
 def remove_expired(parent: Path) -> None:
     """Remove the checkpoints in `parent` that have outlived their ttl_seconds."""
     for path in list(parent.iterdir()) if parent.is_dir() else ():
-        if not path.is_symlink() and (path / MANIFEST).is_file():
-            with contextlib.suppress(DamagedCheckpoint):  # keep damaged checkpoints
-                _, expires = _read_manifest(path)
-                if expires is not None and expires < time.time():
-                    remove_checkpoint(path)
+        remove_if_expired(path)
+
+
+def remove_if_expired(folder: Path) -> None:
+    """Remove a checkpoint if it has outlived its ttl_seconds. Keep damaged checkpoints."""
+    if not folder.is_symlink() and (folder / MANIFEST).is_file():
+        with contextlib.suppress(DamagedCheckpoint):
+            _, expires = _read_manifest(folder)
+            if expires is not None and expires < time.time():
+                remove_checkpoint(folder)

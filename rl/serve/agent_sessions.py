@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -187,37 +188,36 @@ class AgentSession:
         return Trajectory(transitions)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the session as JSON, with all that another trainer needs."""
-        turns = [
-            {
-                "prompt_token_ids": turn.prompt,
-                "token_ids": turn.sequence.tokens,
-                "logprobs": turn.sequence.logprobs,
-                "temperature": turn.sequence.temperature,
-                "stop_reason": turn.sequence.stop_reason,
-                "version": turn.sequence.version,
-                "parent": self._find_parent(index),
-                **make_turn_logs(turn),
-            }
-            for index, turn in enumerate(self.turns)
-        ]
+        """Return the session as JSON, with all that another trainer needs. `parent` of a turn:
+        index of the longest earlier turn that it continues by exact ids; None at the start of a
+        conversation or branch.
+
+        May run in another thread than the one that adds turns.
+        """
+        turns: list[dict[str, Any]] = []
+        turn_ids: list[bytes] = []  # of prompt and sample: bytes are compared without a copy
+        for turn in list(self.turns):
+            prompt = array("i", turn.prompt).tobytes()
+            continued = [i for i, ids in enumerate(turn_ids) if prompt.startswith(ids)]
+            turn_ids.append(prompt + array("i", turn.sequence.tokens).tobytes())
+            turns.append(
+                {
+                    "prompt_token_ids": turn.prompt,
+                    "token_ids": turn.sequence.tokens,
+                    "logprobs": turn.sequence.logprobs,
+                    "temperature": turn.sequence.temperature,
+                    "stop_reason": turn.sequence.stop_reason,
+                    "version": turn.sequence.version,
+                    "parent": max(continued, key=lambda i: len(turn_ids[i]), default=None),
+                    **make_turn_logs(turn),
+                }
+            )
         return {
             "turns": turns,
             "reward": self.reward,
             "metrics": self.metrics,
             "done": self.reward is not None,
         }
-
-    def _find_parent(self, index: int) -> int | None:
-        """Return the index of the longest earlier turn that a turn continues by exact ids; None
-        at the start of a conversation or branch.
-        """
-        prompt, turns = self.turns[index].prompt, self.turns[:index]
-        # the first match is the longest: comparing with all 300 turns of a session took seconds
-        for i, turn in sorted(enumerate(turns), key=lambda pair: pair[1].num_ids, reverse=True):
-            if prompt[: turn.num_ids] == [*turn.prompt, *turn.sequence.tokens]:
-                return i
-        return None
 
 
 def make_turn_logs(turn: SampledTurn) -> dict[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import html
 import inspect
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi.openapi.utils import get_openapi
@@ -22,6 +22,9 @@ from rl.serve.schemas import JsonBody, read_body, read_fields
 _TITLE = "Whetstone: Tinker's protocol and an OpenAI-style endpoint"
 _SCHEMA_PREFIX = "#/components/schemas/"
 RouteHandler = Callable[..., Any]
+# threads of handlers that are not coroutine functions, and may read large checkpoints: requests
+# that train or sample do not wait for them, because they use the threads of `asyncio.to_thread`
+_HANDLER_EXECUTOR = ThreadPoolExecutor(32, "whetstone-route")
 
 
 class TypedRoute(Route):
@@ -30,7 +33,7 @@ class TypedRoute(Route):
 
     A handler receives what its parameters name: `request`, `owner`, `body` (a JSON body, as the
     class of the parameter), and parameters of the path. A handler that is not a coroutine function
-    runs in a thread, because it reads or writes files.
+    runs in a thread, because it uses files or takes long.
 
     FastAPI describes the route, and does not run it: the handler limits the body's size before it
     parses the body, and checks some fields only when the request runs. FastAPI's own handling would
@@ -52,9 +55,7 @@ class TypedRoute(Route):
         """
         parameters = inspect.signature(handler, eval_str=True).parameters
         json_type: Any = parameters["body"].annotation if "body" in parameters else None
-        run = handler
-        if not inspect.iscoroutinefunction(handler):
-            run = functools.partial(asyncio.to_thread, handler)
+        is_coroutine = inspect.iscoroutinefunction(handler)
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -62,7 +63,12 @@ class TypedRoute(Route):
                 values: dict[str, Any] = {"request": request, "owner": owner, **request.path_params}
                 if json_type is not None:
                     values["body"] = read_body(json_type, await read_fields(request))
-                result = await run(*(values[name] for name in parameters))
+                arguments = [values[name] for name in parameters]
+                if is_coroutine:
+                    result = await handler(*arguments)
+                else:
+                    loop = asyncio.get_running_loop()
+                    result = await loop.run_in_executor(_HANDLER_EXECUTOR, handler, *arguments)
                 return result if isinstance(result, Response) else SafeJSONResponse(result)
             except Exception as error:  # boundary: every failure is a response, not a traceback
                 return make_error_response(report_error(error), not path.startswith("/api/"))

@@ -133,15 +133,25 @@ def check_cells(data: Sequence[Any]) -> None:
         for tensor in message.loss_fn_inputs.values()
         if tensor.WhichOneof("encoding") == "sparse_csr"
     ]
-    cells = sum(math.prod(max(n, 0) for n in tensor.shape) for tensor in tensors)
+    cells = sum(_count_cells([max(n, 0) for n in tensor.shape]) for tensor in tensors)
     _check_cells(cells, sum(len(tensor.sparse_csr.col_indices) // 8 for tensor in tensors))
 
 
-def _check_cells(cells: int, values: int) -> None:
+def _count_cells(shape: Sequence[int]) -> float:
+    """Return the number of cells of a tensor, infinity above 1e308.
+
+    The exact product of a shape of a few megabytes would stop the server for a minute and longer.
+    """
+    return math.prod(map(float, shape)) if all(shape) else 0.0
+
+
+def _check_cells(cells: float, values: int) -> None:
     """Raise BadRequestError if sparse tensors with `values` values have too many cells."""
     limit = _MAX_CELLS + _CELLS_PER_VALUE * values
     if cells > limit:
-        message = f"sparse tensors with {values} values have {cells} cells, the limit is {limit}"
+        message = (
+            f"sparse tensors with {values} values have {cells:.0f} cells, the limit is {limit}"
+        )
         raise BadRequestError(f"{message}: send less at once, or send them dense")
 
 
@@ -155,7 +165,7 @@ def parse_tensor(name: str, message: Any) -> TensorData:
         )
     dtype, shape = _NUMPY[message.dtype], list(message.shape)
     kind = "float32" if dtype.kind == "f" else "int64"
-    if any(n < 0 for n in shape) or math.prod(shape) > 2**31:
+    if any(n < 0 for n in shape) or _count_cells(shape) > 2**31:
         raise BadRequestError(
             f"loss_fn_inputs[{name!r}] has the shape {shape[:8]}, expected dimensions of at least "
             "0 and at most 2^31 cells"
@@ -308,7 +318,7 @@ def parse_targets(fields: Mapping[str, Any] | None) -> TensorData | None:
         values = np.asarray(fields.get("data"), np.int64)
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
             raise ValueError(f"shape must be a list of integers of at least 0, got {shape!r:.80}")
-        _check_cells(math.prod(shape), values.size)
+        _check_cells(_count_cells(shape), values.size)
         # a cell without a value becomes 0 in the dense array: shift the values up by 1 before, and
         # down by 1 after
         return TensorData(TensorData(values + 1, "int64", shape, crow, columns).array - 1)

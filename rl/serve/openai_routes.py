@@ -120,9 +120,10 @@ class OpenAIRoutes:
         """List the names of sessions."""
         return {"sessions": self.sessions.list_names(owner)}
 
-    async def get_session(self, owner: str, session: str) -> Any:
+    def get_session(self, owner: str, session: str) -> Response:
         """Return the turns of a session."""
-        return self.sessions.find(owner, session).to_json()
+        # built in this thread: thousands of turns take seconds
+        return SafeJSONResponse(self.sessions.find(owner, session).to_json())
 
     async def delete_session(self, owner: str, session: str) -> Any:
         """Delete a session."""

@@ -153,7 +153,7 @@ class ServeSettings:
             if name in (None, base.name):
                 return base
         raise UserError(
-            f"unknown base model {name!r}: this server has "
+            f"unknown base model {name!r:.100}: this server has "
             f"{', '.join(base.name for base in self.bases)}"
         )
 

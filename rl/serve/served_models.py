@@ -149,13 +149,15 @@ class ModelManager:
             seconds = _GAP_SECONDS if model.resumed else _LOST_SECONDS
             if model.gap_since is None or time.monotonic() - model.gap_since <= seconds:
                 continue
-            reason = "the server was restarted, and the gradients accumulated before are lost"
+            first, last = model.next_seq, min(model.queued_jobs) - 1
+            lost = f"request {first}" if first == last else f"requests {first} to {last}"
+            reason = f"the server was restarted, and what {lost} changed is lost"
             if not model.resumed:
-                reason = f"request {model.next_seq} did not arrive within {seconds:.0f} s"
+                reason = f"{lost} did not arrive within {seconds:.0f} s"
             model.batch_error = model.batch_error or (
                 f"{reason}: repeat the forward_backward of this step"
             )
-            model.next_seq, model.gap_since = min(model.queued_jobs), None
+            model.next_seq, model.gap_since = last + 1, None
             self.submit_ready(model)
 
     def interrupt_waiting(self) -> None:
@@ -192,10 +194,17 @@ class ModelManager:
 
     @staticmethod
     def _run_work(model: ModelRecord, seq: int, work: Callable[[], VerbSteps]) -> VerbSteps:
-        """Run the work of request `seq`, and mark the model as busy meanwhile."""
+        """Run the work of request `seq`, and mark the model as busy meanwhile.
+
+        If the server ends before the work has, the next server runs the request when it is sent
+        again.
+        """
         model.is_running, model.last_started_seq = True, seq
         try:
             return (yield from work())
+        except GeneratorExit:
+            model.last_started_seq = seq - 1
+            raise
         finally:
             model.is_running = False
             model.last_used = time.monotonic()
@@ -230,14 +239,16 @@ class ModelManager:
     def load_client(self, model: ModelRecord) -> TrainingClient:
         """Return the model's client, and read the model from disk if it was written out.
 
-        Raises UserError if the model was only in memory when an earlier server ended.
+        Raises UserError if the model was only in memory when an earlier server ended, or if its
+        files are damaged.
         """
         if model.client is None:
             if not model.is_written_out:
                 raise UserError(
-                    f"{model.model_id} was only in memory when the server ended: create a training "
-                    "client from one of its checkpoints (rest_client.list_checkpoints), and start "
-                    "the server with --durable to keep models across restarts"
+                    f"{model.model_id} was only in memory when the server ended, or its files are "
+                    "damaged: create a training client from one of its checkpoints "
+                    "(rest_client.list_checkpoints), and start the server with --durable to keep "
+                    "models across restarts"
                 )
             self._evict_models()
             model.client = self.engine.service.create_training_client_from_state_with_optimizer(

@@ -33,6 +33,7 @@ from rl.errors import UserError
 from rl.learner import choose_base_dtype
 from rl.memory_plan import ModelSkeleton
 from rl.processes import RunLock
+from rl.reporting import check_writable
 from rl.runtime import WorkerSettings, make_worker_settings
 from rl.serve.app import JsonLineFormatter, make_app, make_chat_page_route
 from rl.serve.openai_routes import make_openai_routes as openai_routes
@@ -53,18 +54,22 @@ _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 def read_serve_settings(args: argparse.Namespace) -> ServeSettings:
     """Return the settings of the command line, with the keys of a file and the environment.
 
-    Raises UserError if the keys file cannot be read, or if a setting has a wrong value.
+    Raises UserError if the keys file cannot be read or has no key, or if a setting has a wrong
+    value.
     """
     keys = os.environ.get(KEYS_VARIABLE, "").split(",")
     if args.keys_file:
         try:
-            lines = Path(args.keys_file).read_text().splitlines()
-            keys += [line for line in lines if not line.lstrip().startswith("#")]
+            lines = Path(args.keys_file).read_text("utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
                 f"--keys-file {args.keys_file} cannot be read: "
                 f"{getattr(error, 'strerror', None) or error}"
             ) from error
+        file_keys = [line for line in map(str.strip, lines) if line and line[0] != "#"]
+        if not file_keys:  # otherwise the server would be open to everyone on this machine
+            raise UserError(f"--keys-file {args.keys_file} has no key: write a key on each line")
+        keys += file_keys
     options = {name: value for name, value in vars(args).items() if value is not None}
     limits = {name: options[name] for name in vars(ServeLimits()) if name in options}
     if args.resume and not args.output_dir:
@@ -371,6 +376,7 @@ def main(args: argparse.Namespace) -> int:
     Raises UserError if a setting, the certificate, the address or the output folder is unusable.
     """
     settings = read_serve_settings(args)
+    check_writable(settings.output_dir)
     check_certificate(settings.tls_cert, settings.tls_key)
     # only rank 0 listens; the other ranks execute its calls
     sockets = bind_sockets(settings) if os.environ.get("RANK", "0") == "0" else None

@@ -392,6 +392,8 @@ def test_a_wait_that_is_given_up_does_not_stop_the_verbs(full_client):
         slow = full_client.forward_backward(random_datums(400), "ppo")
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(slow, 0.001)
+        with pytest.raises(TimeoutError, match=r"keeps running: call result_async\(\) again"):
+            await slow.result_async(0.001)
         samples = [asyncio.ensure_future(sampler.sample_async(PROMPT, 1, params)) for _ in range(3)]
         await asyncio.sleep(0)
         samples[1].cancel()

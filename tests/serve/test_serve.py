@@ -281,7 +281,8 @@ def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_
         request = again.step(model, 4)
         time.sleep(0.2)
         first.model_manager.skip_lost_numbers()
-        assert "repeat the forward_backward" in again.wait(request)["error"]
+        error = again.wait(request)["error"]
+        assert "what request 3 changed is lost: repeat the forward_backward" in error
         assert again.train(model, 5, make_text_datums())[1]["metrics"]["grad_norm"] > 0
         late = again.step(model, 8)  # the body of number 7 arrives slowly
         time.sleep(0.2)
@@ -291,6 +292,23 @@ def test_a_gradient_that_a_restart_lost_is_told_and_no_number_is_waited_for(tmp_
     with server(tmp_path / "a", resume=True) as first:  # a server that was stopped regularly
         again = Wire(first)
         assert "repeat the forward_backward" in again.wait(again.step(model, 4))["error"]
+
+
+def test_a_restart_without_a_model_lets_it_be_created_again_and_keeps_those_of_others(tmp_path):
+    limits = {"models": 2, "session_seconds": 1e6}
+    with open_server(tmp_path / "a", **limits) as (first, wires):
+        models = wires.model(0), wires.model(1)
+        shutil.copytree(tmp_path / "a", tmp_path / "b")  # as after SIGKILL
+    with server(tmp_path / "b", resume=True, **limits) as second:
+        again = Wire(second)
+        again.session = wires.session
+        assert again.model(0) == models[0]
+    weights = next((tmp_path / "a" / wires.session / "train-0" / "live").rglob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with server(tmp_path / "a", resume=True, **limits) as second:
+        again = Wire(second)
+        assert "are damaged" in again.wait(again.step(models[0], 1))["error"]
+        assert again.train(models[1], 1, make_text_datums())[1]["metrics"]["grad_norm"] > 0
 
 
 def test_a_number_that_never_arrives_is_skipped(wires, model_server, monkeypatch):

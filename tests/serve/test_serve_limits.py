@@ -25,11 +25,13 @@ from serving import (
 )
 from test_serve import KEYS, make_text_datums
 
+from rl.distributed import checkpoint_folder
 from rl.errors import UserError
 from rl.learner import LearnerSettings
 from rl.models import load_model
 from rl.runtime import SamplerSettings, WorkerSettings
 from rl.serve import served_models, serving_engine
+from rl.serve.scheduler import EngineJob
 from rl.serve.served_models import ModelManager
 
 
@@ -192,6 +194,17 @@ def test_the_sampler_that_a_request_loads_is_not_the_one_that_is_evicted(tmp_pat
             assert wires.wait(request, "SampleResponse").sequences
 
 
+def test_a_path_is_found_without_a_look_at_other_checkpoints(wires, monkeypatch):
+    model, looked = wires.model(), []
+    paths = [wires.save(model, seq, f"s{seq}", "_for_sampler") for seq in (1, 2)]
+    look = checkpoint_folder.remove_if_expired
+    monkeypatch.setattr(
+        checkpoint_folder, "remove_if_expired", lambda folder: (looked.append(folder), look(folder))
+    )
+    wires.complete(model=paths[1])
+    assert {folder.name for folder in looked} == {"s2"}
+
+
 def test_a_name_that_is_saved_again_has_the_new_weights(wires):
     """On the OpenAI-style routes. A sampling session keeps the weights that it was created with."""
     model = wires.model()
@@ -220,6 +233,9 @@ def test_comments_of_a_keys_file_are_no_keys(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# two tenants\n  # of the laboratory\n" + "\n".join(KEYS) + "\n\n")
     assert read_command_line("--keys-file", str(file)).keys == KEYS
+    file.write_text("# tml-a-key-that-is-out-of-use\n\n")
+    with pytest.raises(UserError, match="has no key"):
+        read_command_line("--keys-file", str(file))
     words = ("--allowed-hosts", "gpu.lab", "gpu2.lab")
     assert tuple(read_command_line(*words).allowed_hosts) == ("gpu.lab", "gpu2.lab")
 
@@ -366,6 +382,25 @@ def test_what_a_server_that_ends_has_not_begun_is_told_to_come_again(tmp_path):
         for path, fields in (("api/v1/asample", body), ("v1/completions", {"prompt": [4, 5]})):
             refused = wires.http.post(f"/{path}", json=fields)
             assert refused.status_code == 503 and float(refused.headers["retry-after"]) > 0, path
+
+
+def test_a_request_that_a_server_interrupts_as_it_ends_is_run_by_the_next(tmp_path):
+    with open_server(tmp_path) as (first, wires):
+        save = {"model_id": wires.model(), "seq_id": 1, "path": "a"}
+
+        def end():
+            first.engine.shut_down(0.0)
+            yield
+
+        with hold_requests(first):
+            request = wires.post("save_weights", **save)
+            first.engine.submit(EngineJob("other", "end", "end", end))
+        assert first.engine.join(60)
+        body = {"request_id": request["request_id"]}
+        assert wires.http.post("/api/v1/retrieve_future", json=body).status_code == 503
+    with server(tmp_path, resume=True) as second:
+        answer = Wire(second).wait(Wire(second).post("save_weights", **save))
+        assert answer["path"].endswith("/weights/a")
 
 
 def test_sessions_that_fall_silent_are_ended_though_a_look_failed(tmp_path, monkeypatch):

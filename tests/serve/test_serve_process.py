@@ -278,12 +278,16 @@ def run_serve_py(monkeypatch, capsys, *words):
     return ended.value.code, " ".join("".join(capsys.readouterr()).replace("│", " ").split())
 
 
-def test_a_taken_port_is_said_in_a_box_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+def test_a_taken_port_or_folder_is_said_in_a_box_and_nothing_is_written(tmp_path, monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = ("--port", taken.getsockname()[1], "--output-dir", tmp_path / "out")
         code, output = run_serve_py(monkeypatch, capsys, *words)
     assert code == 2 and "nothing is served" in output and "the port is in use" in output
     assert not (tmp_path / "out").exists()
+    (tmp_path / "file").touch()
+    words = ("--port", 0, "--output-dir", tmp_path / "file" / "out")
+    code, output = run_serve_py(monkeypatch, capsys, *words)
+    assert code == 2 and "give another folder as --output-dir" in output
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch, capsys):

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 from rl.client import ServiceClient
 from rl.distributed import checkpoint_folder
 from rl.errors import UserError
-from rl.serve import ModelServer, ServedBaseModel, ServeSettings, tinker_pb2
+from rl.serve import AgentSession, ModelServer, ServedBaseModel, ServeSettings, tinker_pb2
 from rl.serve.scheduler import EngineJob
 from rl.serve.server import make_timeout_protocol
 
@@ -84,16 +84,40 @@ def test_long_work_on_the_disk_runs_beside_the_event_loop(tmp_path, monkeypatch)
             "delete": lambda http: http.delete(run + "/checkpoints/weights/a"),
         }
         with monkeypatch.context() as patch:
-            for name in ("verify_checkpoint", "remove_expired"):
+            for name in ("verify_checkpoint", "remove_if_expired"):
                 slow = watch.slowly(getattr(checkpoint_folder, name))
                 patch.setattr(checkpoint_folder, name, slow)
             for name, call in calls.items():
                 assert watch.request(call), name
 
 
-def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
+def test_checkpoints_that_are_read_slowly_hold_up_no_samples(tmp_path, monkeypatch):
+    with open_server(tmp_path) as (first, wires):
+        model = wires.model()
+        wires.save(model, 1, "a")
+        gate = threading.Event()
+        monkeypatch.setattr(checkpoint_folder, "verify_checkpoint", lambda folder: gate.wait(60))
+
+        async def both():
+            options = {"transport": httpx.ASGITransport(first.app), "base_url": "http://server"}
+            async with httpx.AsyncClient(**options, timeout=None) as http:
+                run = f"/api/v1/training_runs/{model}"
+                runs = [asyncio.create_task(http.get(run)) for _ in range(40)]
+                await asyncio.sleep(0.2)
+                body = {"prompt": [4, 5], "max_tokens": 2}
+                sample = asyncio.create_task(http.post("/v1/completions", json=body))
+                await asyncio.wait([sample], timeout=20)
+                begun = sample.done(), any(run.done() for run in runs)
+                gate.set()
+                statuses = [answer.status_code for answer in await asyncio.gather(sample, *runs)]
+                return begun, set(statuses)
+
+        assert asyncio.run(both()) == ((True, False), {200})
+
+
+def test_long_texts_and_sessions_are_handled_beside_the_event_loop(tmp_path, monkeypatch):
     calls = {
-        "/v1/chat/completions": {"messages": [{"role": "user", "content": "1+1="}]},
+        "/session/x/v1/chat/completions": {"messages": [{"role": "user", "content": "1+1="}]},
         "/v1/completions": {"prompt": "1+1="},
     }
     with server(tmp_path) as first:
@@ -107,31 +131,34 @@ def test_long_texts_are_tokenized_beside_the_event_loop(tmp_path, monkeypatch):
             assert watch.request(lambda http, path=path, body=body: http.post(path, json=body)), (
                 path
             )
+        monkeypatch.setattr(AgentSession, "to_json", watch.slowly(AgentSession.to_json))
+        assert watch.request(lambda http: http.get("/session/x"))
 
 
-def test_a_short_request_cannot_ask_for_much_memory(tmp_path):
+def test_a_short_request_cannot_ask_for_much_memory_or_time(tmp_path):
     with open_server(tmp_path) as (first, wires):
         model = wires.model()
         sampler = wires.sampler(model, 1)
-        empty = {
-            "data": [], "dtype": "int64", "shape": [2, 2**27], "sparse_crow_indices": [0, 0, 0],
-            "sparse_col_indices": [],
-        }  # fmt: skip
-        head = {"model_id": model, "seq_id": 2, "loss_fn": "cross_entropy"}
-        message = tinker_pb2.ForwardBackwardRequest(**head)
-        datum = message.data.add()
-        datum.model_input.add().encoded_text.tokens = np.asarray([4, 5], "<i4").tobytes()
-        tensor = datum.loss_fn_inputs["target_tokens"]
-        tensor.dtype = tinker_pb2.DTYPE_INT64
-        tensor.shape.extend([2, 2**26])
-        tensor.sparse_csr.crow_indices = np.zeros(3, "<i8").tobytes()
+        head = {"model_id": model, "loss_fn": "cross_entropy"}
         begin = time.perf_counter()
-        for request in (
-            wires.ask_sample(sampler, 0, [4, 5, 6], target_prompt_logprobs=empty),
-            wires.send(message.SerializeToString()),
-        ):
-            answer = wires.wait(request)
-            assert answer["category"] == "user" and "cells" in answer["error"]
+        for seq, shape in enumerate(([2, 2**27], [2**62] * 60_000), 2):
+            empty = {
+                "data": [], "dtype": "int64", "shape": shape, "sparse_crow_indices": [0, 0, 0],
+                "sparse_col_indices": [],
+            }  # fmt: skip
+            message = tinker_pb2.ForwardBackwardRequest(**head, seq_id=seq)
+            datum = message.data.add()
+            datum.model_input.add().encoded_text.tokens = np.asarray([4, 5], "<i4").tobytes()
+            tensor = datum.loss_fn_inputs["target_tokens"]
+            tensor.dtype = tinker_pb2.DTYPE_INT64
+            tensor.shape.extend(shape)
+            tensor.sparse_csr.crow_indices = np.zeros(3, "<i8").tobytes()
+            for request in (
+                wires.ask_sample(sampler, seq, [4, 5, 6], target_prompt_logprobs=empty),
+                wires.send(message.SerializeToString()),
+            ):
+                answer = wires.wait(request)
+                assert answer["category"] == "user" and "cells" in answer["error"]
         assert time.perf_counter() - begin < 2.0
 
 
