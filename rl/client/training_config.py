@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from rl.errors import UserError
 from rl.types import LoraConfig
+from rl.types.number_checks import validate_integer, validate_number
 
 C = TypeVar("C")
 
@@ -60,12 +61,10 @@ class LoRAConfig(LoraConfig):
     """Adapt the output head; None: unless the model ties it to the embedding."""
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(
-                f"rank is at least 1, got {self.rank}; lora_config=None trains all weights"
-            )
-        if not self.alpha > 0:
-            raise ValueError(f"alpha is positive, such as twice the rank, got {self.alpha}")
+        expected = "at least 1 (lora_config=None trains all weights)"
+        validate_integer("rank", self.rank, expected, minimum=1)
+        expected = "positive, such as twice the rank"
+        validate_number("alpha", self.alpha, expected, minimum=0, open_ends=True)
 
 
 @suggest_settings

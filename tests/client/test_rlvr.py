@@ -326,6 +326,8 @@ def test_it_draws_from_the_weights_as_they_are(service):
      "did you mean 'lora_config'"),
     (lambda: LoRAConfig(ranks=4), "did you mean 'rank'"),
     (lambda: LoRAConfig(rank=0), "lora_config=None trains all weights"),
+    (lambda: LoRAConfig(rank=2.5), "rank is at least 1"),
+    (lambda: LoRAConfig(alpha=None), "alpha is positive"),
     (lambda: TrainingConfig(model_ref="tiny:ascii", lora_config={"rank": 4}),
      "lora_config is a LoRAConfig"),
     (lambda: PPOConfig(ppo_epochs=0), "ppo_epochs is at least 1, got 0"),

@@ -278,7 +278,9 @@ def run_serve_py(monkeypatch, capsys, *words):
     return ended.value.code, " ".join("".join(capsys.readouterr()).replace("│", " ").split())
 
 
-def test_a_taken_port_or_folder_is_said_in_a_box_and_nothing_is_written(tmp_path, monkeypatch, capsys):
+def test_a_taken_port_or_folder_is_said_in_a_box_and_nothing_is_written(
+    tmp_path, monkeypatch, capsys
+):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = ("--port", taken.getsockname()[1], "--output-dir", tmp_path / "out")
         code, output = run_serve_py(monkeypatch, capsys, *words)
