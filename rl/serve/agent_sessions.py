@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import json
 from array import array
+from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,17 +129,16 @@ class AgentSession:
         """Record a turn. `returned_message`: its message in the form in which a client sends it
         again.
         """
-        self.turns.append(turn)
+        if turn.messages is not None:
+            turn.answer = _omit(turn.answer, "unparsed_tool_calls")
+            _, count, _ = self._find_continued_turn(turn.messages, turn.tools)
+            turn.new_messages = list(turn.messages)[count:]
+            for answer in filter(None, (turn.answer, returned_message)):
+                for variant in (answer, _omit(answer, "reasoning_content")):
+                    *_, chain = _digest_prefixes([*turn.messages, variant], turn.tools)
+                    self._turns_by_digest[chain] = turn
+        self.turns.append(turn)  # last: `to_json` may run in another thread
         self.num_ids += turn.num_ids
-        if turn.messages is None:
-            return
-        turn.answer = _omit(turn.answer, "unparsed_tool_calls")
-        _, count, _ = self._find_continued_turn(turn.messages, turn.tools)
-        turn.new_messages = list(turn.messages)[count:]
-        for answer in filter(None, (turn.answer, returned_message)):
-            for variant in (answer, _omit(answer, "reasoning_content")):
-                *_, chain = _digest_prefixes([*turn.messages, variant], turn.tools)
-                self._turns_by_digest[chain] = turn
 
     async def run_once(
         self, key: bytes, is_retry: bool, do: Callable[[], Coroutine[Any, Any, Any]]
@@ -156,6 +156,7 @@ class AgentSession:
             done = [old for old, work in self._results.items() if work.done()]
             for old in done[:-8]:
                 del self._results[old]
+            self._disconnected.intersection_update(self._results)
         self._disconnected.discard(key)
         return await asyncio.shield(task)
 
@@ -196,10 +197,12 @@ class AgentSession:
         """
         turns: list[dict[str, Any]] = []
         turn_ids: list[bytes] = []  # of prompt and sample: bytes are compared without a copy
+        longest_first: list[int] = []  # indices of turns: the first match is the parent
         for turn in list(self.turns):
             prompt = array("i", turn.prompt).tobytes()
-            continued = [i for i, ids in enumerate(turn_ids) if prompt.startswith(ids)]
+            parent = next((i for i in longest_first if prompt.startswith(turn_ids[i])), None)
             turn_ids.append(prompt + array("i", turn.sequence.tokens).tobytes())
+            insort(longest_first, len(turns), key=lambda i: -len(turn_ids[i]))
             turns.append(
                 {
                     "prompt_token_ids": turn.prompt,
@@ -208,7 +211,7 @@ class AgentSession:
                     "temperature": turn.sequence.temperature,
                     "stop_reason": turn.sequence.stop_reason,
                     "version": turn.sequence.version,
-                    "parent": max(continued, key=lambda i: len(turn_ids[i]), default=None),
+                    "parent": parent,
                     **make_turn_logs(turn),
                 }
             )
@@ -286,8 +289,9 @@ class AgentSessions:
             (self.max_sessions, lambda key: 1),
             (self.max_ids, lambda key: sessions[key].num_ids),
         ):
-            owners = {key: key[0] for key in sessions}
-            for key in choose_evictions(owners, sum(map(get_size, owners)) - limit, get_size):
+            excess = sum(map(get_size, sessions)) - limit
+            owners = {key: key[0] for key in sessions} if excess > 0 else {}
+            for key in choose_evictions(owners, excess, get_size):
                 if sessions[key] is session:  # it continues
                     break
                 del sessions[key]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import sys
 from dataclasses import replace
 
 import httpx
@@ -14,7 +15,7 @@ from rl.envs import resolve_environment
 from rl.errors import BadRequestError, ContextLengthError
 from rl.programs import program_env
 from rl.rollout import trajectory_to_datums
-from rl.serve import AgentSessions, HttpError, SampledTurn
+from rl.serve import AgentSession, AgentSessions, HttpError, SampledTurn
 from rl.serve.http_errors import to_http_error
 from rl.types import ModelInput, SampledSequence, SamplingParams
 
@@ -541,6 +542,47 @@ def test_history_that_was_rewritten_begins_a_branch_and_nothing_is_trained_twice
     assert sorted(trained) == drawn
 
 
+def make_turn(prompt, messages=None):
+    answer = {"role": "assistant", "content": "x"}
+    return SampledTurn(prompt, SampledSequence([5], [-1.0]), answer, True, messages)
+
+
+def count_calls_of_to_json(num_turns):
+    """Return the number of calls of C functions that show a chat."""
+    session, count = AgentSession(), 0
+    for i in range(num_turns):
+        session.record_turn(make_turn([5] * (i + 1)))
+
+    def add(frame, event, argument):
+        nonlocal count
+        count += event == "c_call"
+
+    sys.setprofile(add)
+    try:
+        turns = session.to_json()["turns"]
+    finally:
+        sys.setprofile(None)
+    assert [turn["parent"] for turn in turns] == [None, *range(num_turns - 1)]
+    return count
+
+
+def test_turns_of_a_chat_are_not_compared_with_all_others():
+    assert count_calls_of_to_json(800) < 16 * count_calls_of_to_json(100)
+
+
+def test_a_turn_is_shown_once_it_is_complete():
+    """Another thread may show the session at any time."""
+    session, shown = AgentSession(), []
+
+    class Messages(list):
+        def __iter__(self):
+            shown.extend(session.to_json()["turns"])
+            return super().__iter__()
+
+    session.record_turn(make_turn([4], Messages(ASK)))
+    assert not shown and session.to_json()["turns"][0]["new_messages"] == ASK
+
+
 def test_a_session_is_scored_shown_and_dropped(tiny):
     chat(tiny, path="/session/x", max_tokens=2)
     scored = {"reward": 0.5, "metrics": {"steps": 3}}
@@ -570,6 +612,21 @@ def test_a_request_that_comes_again_after_a_lost_answer_is_drawn_once(tiny):
     restarted = chat(tiny, **ask)
     assert again == first and restarted["id"] != first["id"]
     assert len(tiny.sessions.find("", "r").turns) == 2
+
+
+def test_broken_connections_whose_requests_do_not_come_again_are_forgotten():
+    session = AgentSession()
+
+    async def sample():
+        return 1
+
+    async def script():
+        for i in range(50):
+            await session.run_once(b"%d" % i, False, sample)
+            session.mark_disconnected(b"%d" % i)
+
+    asyncio.run(script())
+    assert len(session._disconnected) < 20
 
 
 @pytest.mark.parametrize("stream", [False, True])
