@@ -395,8 +395,9 @@ def remove_checkpoint(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         return
     aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    os.rename(folder, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):  # another thread removes it
+        os.rename(folder, aside)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def set_expiry(folder: Path, ttl_seconds: float | None) -> None:
@@ -431,7 +432,7 @@ def remove_expired(parent: Path) -> None:
 def remove_if_expired(folder: Path) -> None:
     """Remove a checkpoint if it has outlived its ttl_seconds. Keep damaged checkpoints."""
     if not folder.is_symlink() and (folder / MANIFEST).is_file():
-        with contextlib.suppress(DamagedCheckpoint):
+        with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
             _, expires = _read_manifest(folder)
             if expires is not None and expires < time.time():
                 remove_checkpoint(folder)

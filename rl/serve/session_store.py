@@ -379,7 +379,8 @@ class SessionStore:
         )
 
     def load_sessions(self, bases: dict[str, ServedBaseModel]) -> None:
-        """Load the sessions of an earlier server and their models, as last written out.
+        """Load the sessions of an earlier server and their models, as last written out. Log the
+        damaged ones and load the others: those of other tenants, for example.
 
         `bases`: served base models by name. A model of any other base is skipped.
         """
@@ -394,17 +395,24 @@ class SessionStore:
                 with contextlib.suppress(OSError):
                     path.rmdir()
                 continue
-            fields = json.loads(file.read_text())
-            session = self.sessions[path.name] = SessionRecord(**fields)
+            try:
+                session = SessionRecord(**json.loads(file.read_text()))
+            except (OSError, ValueError, TypeError) as error:
+                log.error("a session was not resumed: %s: %s", file, error)
+                continue
+            self.sessions[path.name] = session
             for folder in sorted(path.glob("train-*")):
                 if _FOLDER_PATTERN.fullmatch(folder.name) and (folder / "model.json").is_file():
-                    self._load_model(session, folder, bases)
+                    try:
+                        self._load_model(session, folder, bases)
+                    except (OSError, ValueError, KeyError, TypeError) as error:
+                        log.error("a model was not resumed: %s: %r", folder, error)
 
     def _load_model(
         self, session: SessionRecord, folder: Path, bases: dict[str, ServedBaseModel]
     ) -> None:
-        """Load the record of a model, and the state of its `live/` folder if it exists. If that is
-        damaged, log it and load the other models: those of other tenants, for example.
+        """Load the record of a model, and the state of its `live/` folder if it exists. Log a
+        damaged state.
         """
         record = json.loads((folder / "model.json").read_text())
         base = bases.get(record["base"])

@@ -4,8 +4,11 @@ import asyncio
 import base64
 import gc
 import math
+import os
 import shutil
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -311,6 +314,24 @@ def test_a_restart_without_a_model_lets_it_be_created_again_and_keeps_those_of_o
         assert again.train(models[1], 1, make_text_datums())[1]["metrics"]["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}"])
+def test_a_restart_with_damaged_records_keeps_those_of_others(tmp_path, content):
+    with open_server(tmp_path) as (first, wires):
+        models, session = [wires.model(0), wires.model(1)], wires.session
+        wires.open()
+        damaged = (
+            tmp_path / session / "train-0" / "model.json",
+            tmp_path / wires.session / "session.json",
+        )
+    for file in damaged:
+        file.write_text(content)
+    with server(tmp_path, resume=True) as second:
+        assert list(second.session_store.models) == [models[1]]
+        assert list(second.session_store.sessions) == [session]
+        again = Wire(second)
+        assert again.train(models[1], 1, make_text_datums())[1]["metrics"]["grad_norm"] > 0
+
+
 def test_a_number_that_never_arrives_is_skipped(wires, model_server, monkeypatch):
     monkeypatch.setattr("rl.serve.served_models._LOST_SECONDS", 0.1)
     model = wires.model()
@@ -507,6 +528,17 @@ def test_what_was_saved_can_be_listed_and_removed(wires, monkeypatch):
     assert [item["tinker_path"] for item in list_checkpoints()] == [whole]
     refusal = wires.post("load_weights", 404, **load)
     assert refusal["detail"] == f"there is nothing at {kept}: this model has no weights"
+
+
+def test_a_checkpoint_that_two_requests_remove_at_once_is_no_error(wires, monkeypatch):
+    model = wires.model()
+    wires.save(model, 1, "a")
+    rename, both = os.rename, threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(os, "rename", lambda *paths: (both.wait(), rename(*paths)))
+    path = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
+    with ThreadPoolExecutor(2) as threads:
+        answers = threads.map(lambda _: wires.http.delete(path).status_code, range(2))
+        assert list(answers) == [204, 204]
 
 
 def test_a_damaged_checkpoint_hides_no_other(wires, model_server):
