@@ -494,10 +494,11 @@ class ModelManager:
         yield
         folder, metadata = model.folder / kind, {**model.user_metadata, **body.user_metadata}
         client = self.load_client(model)
+        self._snapshots.pop(folder / name, None)  # of an earlier checkpoint of this name
         save = client.save_state if kind == "weights" else client.save_weights_for_sampler
         save(name, body.ttl_seconds, user_metadata=metadata, folder=folder, **options).result()
         for sampler in self.session_store.list_samplers():
-            if sampler.path == folder / name:  # of an earlier checkpoint of this name
+            if sampler.path == folder / name:  # likewise
                 sampler.path, sampler.is_in_memory = None, True
         return {"path": format_path(folder / name)}
 

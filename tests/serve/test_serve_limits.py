@@ -229,6 +229,24 @@ def test_a_name_that_is_saved_again_has_the_new_weights(wires):
         assert row.tokens == old_row.tokens
 
 
+def test_a_snapshot_that_fails_leaves_no_older_one_under_its_name(wires, monkeypatch):
+    model = wires.model()
+    path = wires.save(model, 1, "again", "_for_sampler")
+    options = {"model": path, "max_tokens": 12, "seed": 3, "return_token_ids": True}
+    old_tokens = wires.complete(**options)["choices"][0]["token_ids"]
+    run, _, place = path.removeprefix("tinker://").partition("/")
+    wires.http.delete(f"/api/v1/training_runs/{run}/checkpoints/{place}")
+    wires.train(model, 2, make_text_datums(4), learning_rate=0.3)
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(ModelManager, "_take_snapshot", fail)
+    save = {"model_id": model, "seq_id": 4, "path": "again"}
+    assert "MemoryError" in wires.wait(wires.post("save_weights_for_sampler", **save))["error"]
+    assert wires.complete(**options)["choices"][0]["token_ids"] != old_tokens
+
+
 def test_comments_of_a_keys_file_are_no_keys(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# two tenants\n  # of the laboratory\n" + "\n".join(KEYS) + "\n\n")
