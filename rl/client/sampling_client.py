@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rl.client.api_future import APIFuture, AwaitableClient, make_async, make_awaited
 from rl.client.check_arguments import check_target_logprobs, resolve_images
-from rl.client.service_context import ServiceContext
+from rl.client.service_context import ServiceContext, expand_path
 from rl.errors import BadRequestError, ContextLengthError, UserError
 from rl.rollout import validate_token_ids
 from rl.sampler import SamplingRequest
@@ -59,7 +59,7 @@ class SamplingClient(AwaitableClient):
                 "name, folder, tiny:<preset>)"
             )
         version_id = context.next_version_id()
-        path = os.path.expanduser(model_path) if model_path else None
+        path = expand_path(model_path) if model_path else None
         saved_by = None if path is None else context.find_saving_model(path)
         created = context.driver.submit(
             "load_sampler", version_id, path, base_model, tokenizer, seed, prefers_servers, saved_by
@@ -357,7 +357,7 @@ class SamplingClient(AwaitableClient):
         ]
         for tokens in tokens_D:
             if limit is not None and len(tokens) - 1 > limit:  # the last token is not fed
-                raise BadRequestError(
+                raise ContextLengthError(
                     f"a sequence of {len(tokens)} tokens exceeds the model's context of "
                     f"{limit}: at most {limit + 1} can be scored"
                 )

@@ -19,7 +19,7 @@ from rl.client.custom_loss import LossHandle, PerDatumLossFn
 from rl.client.rest_client import RestClient, list_server_capabilities, refuse_base_url
 from rl.client.sampling_client import SamplingClient
 from rl.client.scorer_handle import SampleScorerHandle
-from rl.client.service_context import ServiceContext, check_user_metadata
+from rl.client.service_context import ServiceContext, check_user_metadata, expand_path
 from rl.client.training_client import TrainingClient
 from rl.client.training_config import TrainingConfig
 from rl.distributed import (
@@ -432,7 +432,7 @@ def _read_spec(
     with another dtype of its frozen base if `base_dtype` is set. Raises UserError if the checkpoint
     holds all weights of another model.
     """
-    spec = learner_checkpoint.read_spec(Path(path).expanduser())
+    spec = learner_checkpoint.read_spec(Path(expand_path(path)))
     if base_model not in (None, spec.base_model):
         if spec.lora is None:
             raise UserError(

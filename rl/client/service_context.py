@@ -89,6 +89,16 @@ class ServiceContext:
         return str(Path(self.output_dir).absolute())
 
 
+def expand_path(path: str | os.PathLike[str]) -> str:
+    """Return the path of saved weights without `~`. Raises BadRequestError if it is no path."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise BadRequestError(
+            "the path of saved weights is a folder, such as save_state(...).result().path; got "
+            f"{path!r:.100}"
+        )
+    return os.path.expanduser(path)
+
+
 def free_when_collected(
     owner: object, driver: Driver, verb: str, number: int
 ) -> weakref.finalize[..., Any]:

@@ -4,7 +4,6 @@ that serve it).
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,7 +22,7 @@ from rl.client.check_arguments import (
 )
 from rl.client.custom_loss import CustomLoss, LossHandle, evaluate_custom_loss, strip_datums
 from rl.client.sampling_client import SamplingClient
-from rl.client.service_context import ServiceContext, check_user_metadata
+from rl.client.service_context import ServiceContext, check_user_metadata, expand_path
 from rl.distributed import checkpoint_folder
 from rl.errors import BadRequestError, UserError
 from rl.losses import CUSTOM_LOSS, CUSTOM_VALUE_LOSS, LossSpec
@@ -445,7 +444,7 @@ class TrainingClient(AwaitableClient):
         return self._load(path, True)
 
     def _load(self, path: str, with_optimizer: bool) -> APIFuture[types.LoadWeightsResponse]:
-        path = os.path.expanduser(path)
+        path = expand_path(path)
         future = self._submit("load_state", path, with_optimizer)
         self._pending_backwards = [future]  # it drops what earlier backwards, failed ones too, left
         return APIFuture(future, lambda _: types.LoadWeightsResponse(path))

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl import ServiceClient, TensorData, renderers, types
 from rl.client import SampleStream
 from rl.distributed.checkpoint_folder import DamagedCheckpoint
-from rl.errors import BadRequestError, UserError
+from rl.errors import ContextLengthError, UserError
 from rl.losses import get_loss
 from rl.models import check_tensors, load_model
 from rl.models import info as model_info
@@ -366,6 +366,7 @@ def test_malformed_calls_are_refused_where_they_are_made(full_client):
         (lambda: client.forward([moved], "importance_sampling"),
          "datum 0 lacks loss_fn_inputs.'logprobs'., which proximal_share needs"),
         (lambda: client.optim_step(1e-4), "AdamParams"),
+        (lambda: client.load_state(None), "is a folder, such as .*; got None"),
         (lambda: sample([3], target_prompt_logprobs=[]),
          "is a types.TensorData of token ids.*got a list"),
         (lambda: sample([3] * 6, SamplingParams(max_tokens=5000)),
@@ -544,7 +545,7 @@ def test_a_sample_that_fills_the_context_can_be_scored(service):
     assert len(tokens) == sampler.info["max_context"] + 1
     scores = sampler.compute_logprobs(ModelInput.from_ints(tokens)).result()
     np.testing.assert_allclose(scores[len(PROMPT.to_ints()) :], sequence.logprobs, atol=1e-4)
-    with pytest.raises(BadRequestError, match="exceeds the model's context"):
+    with pytest.raises(ContextLengthError, match="exceeds the model's context"):
         sampler.compute_logprobs(ModelInput.from_ints([*tokens, 1])).result()
 
 
