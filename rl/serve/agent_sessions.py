@@ -218,7 +218,7 @@ class AgentSession:
         return {
             "turns": turns,
             "reward": self.reward,
-            "metrics": self.metrics,
+            "metrics": dict(self.metrics),
             "done": self.reward is not None,
         }
 

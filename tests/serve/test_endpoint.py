@@ -580,7 +580,9 @@ def test_a_turn_is_shown_once_it_is_complete():
             return super().__iter__()
 
     session.record_turn(make_turn([4], Messages(ASK)))
-    assert not shown and session.to_json()["turns"][0]["new_messages"] == ASK
+    result = session.to_json()
+    session.metrics["later"] = 1.0
+    assert not shown and result["turns"][0]["new_messages"] == ASK and not result["metrics"]
 
 
 def test_a_session_is_scored_shown_and_dropped(tiny):
