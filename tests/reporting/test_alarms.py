@@ -121,6 +121,8 @@ def make_jitter(middle: float):
     (plant_fault(low=0.4, high=0.4, groups=256), {"zero_advantages"}, "rewards are all equal"),
     (plant_fault(reward=make_jitter(0.3)), {"reward_flat"}, "min 0, max 1, std 0.4"),
     (plant_fault(reward=lambda step: 0.5 - 0.005 * step), {"reward_flat"}, "has not risen"),
+    (plant_fault(reward=lambda step: 1.7e308 if step % 7 < 2 else 1e200 * math.sin(7 * step)),
+     {"reward_flat"}, "has not risen"),  # squares and sums beyond floats
     (plant_fault(entropy=0.01), {"entropy_collapse"}, "from 0.8"),
     # from the first step on
     (lambda row, step: row.update({"optim/entropy": 5e-4}), {"entropy_collapse"},
