@@ -53,8 +53,8 @@ def make_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
         hints = typing.get_type_hints(described)
     except Exception as error:  # boundary: a hint in quotes is evaluated here
         raise UserError(
-            f"the type hints of the tool {name} cannot be evaluated ({describe_error(error, 200)}): "
-            "import their names in its module"
+            f"the type hints of the tool {name} cannot be evaluated "
+            f"({describe_error(error, 200)}): import their names in its module"
         ) from error
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():

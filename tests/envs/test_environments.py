@@ -542,7 +542,7 @@ def test_the_tools_descriptions_are_those_of_transformers():
 
     for function, text in (
         (unknown, "the type hints of the tool unknown cannot be evaluated .NameError.*'Missing'"),
-        (listed, "the tool unknown has an argument of type .*, which JSON does not have"),
+        (listed, "the tool listed has an argument of type .*, which JSON does not have"),
         (untyped, "has no type hint"),
         (undescribed, "has no line under"),
         (silent, "no docstring"),
