@@ -124,15 +124,16 @@ def concatenate_sets(sets: Sequence[ProblemSet]) -> ProblemSet:
 
     def variant(problem: Problem, epoch: int) -> Problem:
         part = bisect_right(firsts, problem.index) - 1
-        if sets[part]._variant is None:
+        make_variant = sets[part]._variant
+        if make_variant is None:
             return problem
-        return dataclasses.replace(
-            sets[part].at(problem.index - firsts[part], epoch), index=problem.index
-        )
+        original = sets[part]._problems[problem.index - firsts[part]]
+        local = dataclasses.replace(problem, index=original.index)  # the noise depends on it
+        return dataclasses.replace(make_variant(local, epoch), index=problem.index)
 
     problems = [
         dataclasses.replace(problem, index=i)
-        for i, problem in enumerate(p for part in sets for p in part)
+        for i, problem in enumerate(p for part in sets for p in _list_plain(part))
     ]
     any_variant = any(part._variant is not None for part in sets)
     return ProblemSet(
@@ -152,7 +153,7 @@ class Mixture(ProblemSet):
 
     def __init__(self, sets: Sequence[ProblemSet], weights: Sequence[float]):
         whole = concatenate_sets(sets)
-        super().__init__(list(whole), name=whole.name, variant=whole._variant)
+        super().__init__(_list_plain(whole), name=whole.name, variant=whole._variant)
         self.sets, self.weights = list(sets), list(weights)
         self._firsts = list(accumulate((len(part) for part in sets), initial=0))
         self._counts = _rows_per_cycle(self.weights)
@@ -197,6 +198,11 @@ class Mixture(ProblemSet):
         """Return the set index of each of the 1000 rows of a cycle, shape (1000,)."""
         owners = np.repeat(np.arange(len(self._counts)), self._counts)
         return np.random.Generator(np.random.Philox([seed, cycle + (1 << 40)])).permutation(owners)
+
+
+def _list_plain(problems: ProblemSet) -> list[Problem]:
+    """Return the problems, without noise."""
+    return list(problems if problems._variant is None else problems._problems)
 
 
 def _rows_per_cycle(weights: Sequence[float]) -> list[int]:
