@@ -192,8 +192,7 @@ class KTO(RowEvaluator):
         def compute_means(members: Sequence[Problem]) -> Metrics:
             answers = self.build_datums(members, renderer, models, 0)
             # the answers of a single row are mismatched with no other prompt: z is at least 0
-            several = len(members) > 1
-            kl = self._estimate_kl(models, self._mismatched) if several else 0.0
+            kl = self._estimate_kl(models, self._mismatched) if len(members) > 1 else 0.0
             result = models.policy.forward(answers, "kto", self._config(kl)).result()
             return compute_label_metrics(result.metrics)
 

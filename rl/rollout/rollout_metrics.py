@@ -68,6 +68,14 @@ def mean(values: Iterable[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
+def square(value: float) -> float:
+    """Return the square; infinity beyond the range of floats, where ** raises."""
+    try:
+        return value**2
+    except OverflowError:
+        return math.inf
+
+
 def compute_group_metrics(groups: Sequence[TrajectoryGroup], prefix: str = "env") -> Metrics:
     """Return `<prefix>/all/...` over all groups and, if there are several data sets,
     `<prefix>/<tag>/...` for each data set; the data set named "all" is `<prefix>/all-rows/...`.

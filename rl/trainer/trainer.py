@@ -285,21 +285,14 @@ def read_update_metrics(method: object, metrics: Any) -> dict[str, Any]:
     """
     wrong: Any = type(metrics).__name__
     if isinstance(metrics, Mapping):
-        wrong = {
-            name: value
-            for name, value in metrics.items()
-            if not _is_number(value) or name in ("step", "stage")
-        }
+        wrong = {k: v for k, v in metrics.items() if not _is_number(v) or k in ("step", "stage")}
     if wrong:
         raise UserError(
             f"{type(method).__name__}.update returned {wrong!s:.300}; expected a dict of metrics "
             "with a number for each name other than step and stage, such as "
             "{'optim/grad_norm': 0.5}"
         )
-    return {
-        name: value.item() if getattr(value, "shape", ()) else value
-        for name, value in metrics.items()
-    }
+    return {k: v.item() if getattr(v, "shape", ()) else v for k, v in metrics.items()}
 
 
 def _is_number(value: Any) -> bool:

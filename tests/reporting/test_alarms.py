@@ -23,6 +23,7 @@ from rl.rollout import (
     TrajectoryGroup,
     Transition,
     compute_credited_share,
+    compute_group_metrics,
     compute_sample_metrics,
     max_or_nan,
 )
@@ -162,6 +163,9 @@ def test_metrics_of_samples_by_hand():
     fields = {"target_tokens": [1, 2, 3], "advantages": [0.0, 0.5, -1.0], "mask": [0.0, 1.0, 1.0]}
     datum = Datum(ModelInput.from_ints([1, 2, 3]), fields)
     assert compute_credited_share(groups, [datum]) == 2 / 10
+    large = [dataclasses.replace(item, final_rewards_G=[1e200, -1e200]) for item in groups]
+    metrics = compute_group_metrics(large)
+    assert [metrics[f"env/all/reward/{name}"] for name in ("total", "std")] == [0.0, math.inf]
 
 
 def test_remedies_name_flags_that_the_method_has():
