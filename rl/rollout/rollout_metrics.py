@@ -111,7 +111,7 @@ def _compute_prefixed_metrics(
     average = mean(rewards)
     metrics = {
         f"{name}/reward/total": average,
-        f"{name}/reward/std": mean((r - average) ** 2 for r in rewards) ** 0.5,
+        f"{name}/reward/std": mean(square(r - average) for r in rewards) ** 0.5,
         f"{name}/reward/min": min(rewards, default=0.0),
         f"{name}/reward/max": max(rewards, default=0.0),
         f"{name}/total_episodes": len(rewards),
