@@ -151,7 +151,10 @@ def suggest_path(path: Path) -> str:
     """Return "; did you mean ...?" with the nearest name beside a missing file, or ""."""
     import difflib
 
-    siblings = [item.name for item in path.parent.iterdir()] if path.parent.is_dir() else []
+    try:
+        siblings = [item.name for item in path.parent.iterdir()]
+    except OSError:  # no folder, or one that cannot be read
+        siblings = []
     near_names = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.75)
     return f"; did you mean {path.with_name(near_names[0])}?" if near_names else ""
 

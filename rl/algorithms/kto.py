@@ -191,8 +191,9 @@ class KTO(RowEvaluator):
 
         def compute_means(members: Sequence[Problem]) -> Metrics:
             answers = self.build_datums(members, renderer, models, 0)
-            config = self._config(self._estimate_kl(models, self._mismatched))
-            result = models.policy.forward(answers, "kto", config).result()
+            # the answers of a single row are mismatched with no other prompt: z is at least 0
+            kl = self._estimate_kl(models, self._mismatched) if len(members) > 1 else 0.0
+            result = models.policy.forward(answers, "kto", self._config(kl)).result()
             return compute_label_metrics(result.metrics)
 
         return evaluate_by_tag(rows, compute_means)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rl.config import ShapingSettings
-from rl.rollout import Metrics, TrajectoryGroup, mean
+from rl.rollout import Metrics, TrajectoryGroup, mean, square
 
 
 @dataclass
@@ -35,7 +35,7 @@ class RunningStatistics:
         if not values:
             return
         n, mean = len(values), math.fsum(values) / len(values)
-        m2 = math.fsum((v - mean) ** 2 for v in values)
+        m2 = math.fsum(square(v - mean) for v in values)
         total, shift = self.count + n, mean - self.mean
         self.m2 += m2 + shift * shift * self.count * n / total
         self.mean += shift * n / total

@@ -146,8 +146,10 @@ _DEFAULTS = ("prompt", None)  # prompt_column and response_column that no caller
 
 def _resolve_source(source: str) -> tuple[str, DatasetEntry | None]:
     """Return a source, of NAME:FILE the file, and the listed data set whose columns it has; None if
-    it is not listed.
+    it is not listed. Raises UserError for an empty name, which would be that of the current folder.
     """
+    if not source.strip():
+        raise UserError("the name of a data set is empty: name a file, a folder or a data set")
     if (named_file := split_named_file(source)) is not None:
         entry, file = named_file
         return file, entry

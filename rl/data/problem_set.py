@@ -58,6 +58,10 @@ class ProblemSet(Sequence[Problem]):
     def __iter__(self) -> Iterator[Problem]:
         return (self.at(index) for index in range(len(self)))
 
+    def _plain(self) -> Sequence[Problem]:
+        """Return the problems without noise."""
+        return self if self._variant is None else self._problems
+
     def at(self, index: int, epoch: int = 0) -> Problem:
         """Return problem `index` in its form of `epoch`."""
         problem = self._problems[index]
@@ -124,15 +128,15 @@ def concatenate_sets(sets: Sequence[ProblemSet]) -> ProblemSet:
 
     def variant(problem: Problem, epoch: int) -> Problem:
         part = bisect_right(firsts, problem.index) - 1
-        if sets[part]._variant is None:
+        if (make_variant := sets[part]._variant) is None:
             return problem
-        return dataclasses.replace(
-            sets[part].at(problem.index - firsts[part], epoch), index=problem.index
-        )
+        original = sets[part]._problems[problem.index - firsts[part]]
+        local = dataclasses.replace(problem, index=original.index)  # the noise depends on it
+        return dataclasses.replace(make_variant(local, epoch), index=problem.index)
 
     problems = [
         dataclasses.replace(problem, index=i)
-        for i, problem in enumerate(p for part in sets for p in part)
+        for i, problem in enumerate(p for part in sets for p in part._plain())
     ]
     any_variant = any(part._variant is not None for part in sets)
     return ProblemSet(
@@ -152,7 +156,7 @@ class Mixture(ProblemSet):
 
     def __init__(self, sets: Sequence[ProblemSet], weights: Sequence[float]):
         whole = concatenate_sets(sets)
-        super().__init__(list(whole), name=whole.name, variant=whole._variant)
+        super().__init__(whole._plain(), name=whole.name, variant=whole._variant)
         self.sets, self.weights = list(sets), list(weights)
         self._firsts = list(accumulate((len(part) for part in sets), initial=0))
         self._counts = _rows_per_cycle(self.weights)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Union
 
 from rl.errors import UserError
+from rl.sanitize import describe_error
 
 _SIMPLE_TYPES: dict[Any, dict[str, Any]] = {
     str: {"type": "string"}, int: {"type": "integer"}, float: {"type": "number"},
@@ -32,8 +33,8 @@ _SECTION = re.compile(
 def make_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return {"type": "function", "function": {name, description, parameters}}.
 
-    Raises UserError if an argument has no type or no line under "Args:", or if the docstring has no
-    summary.
+    Raises UserError if an argument has no type or no line under "Args:", if a type hint cannot be
+    evaluated, or if the docstring has no summary.
     """
     described: Any = function  # has the hints and the docstring
     while isinstance(described, functools.partial):
@@ -48,7 +49,13 @@ def make_tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
         raise UserError(
             f"the tool {name} has no docstring: add it, it describes the tool to the model"
         )
-    hints = typing.get_type_hints(described)
+    try:
+        hints = typing.get_type_hints(described)
+    except Exception as error:  # boundary: a hint in quotes is evaluated here
+        raise UserError(
+            f"the type hints of the tool {name} cannot be evaluated "
+            f"({describe_error(error, 200)}): import their names in its module"
+        ) from error
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -110,7 +117,7 @@ def _parse_description(text: str) -> dict[str, Any]:
 
 def _type_schema(hint: Any, name: str) -> dict[str, Any]:
     """Return the schema of a type hint. Raises UserError for types that JSON cannot express."""
-    if hint in _SIMPLE_TYPES:
+    if hint in list(_SIMPLE_TYPES):  # a list: a wrong hint may have no hash
         return dict(_SIMPLE_TYPES[hint])
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     value_types = {type(value) for value in arguments}

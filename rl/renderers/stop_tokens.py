@@ -41,8 +41,9 @@ def _read_config_eos(tokenizer: Any) -> set[int]:
         if path is None or not path.is_file():
             continue
         config = json.loads(path.read_text(encoding="utf-8"))
-        ids = (config.get("text_config") or config).get("eos_token_id")
-        eos_ids |= set(ids) if isinstance(ids, list) else {ids} if isinstance(ids, int) else set()
+        for part in (config, config.get("text_config") or {}):
+            ids = part.get("eos_token_id")
+            eos_ids |= set(ids if isinstance(ids, list) else [ids] if isinstance(ids, int) else [])
     return eos_ids
 
 

@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pvariance
+from statistics import fmean, pstdev
 
 from rl.jsonl import Row
 from rl.rollout import max_or_nan
@@ -62,15 +62,19 @@ _TREND_LENGTHS = {
     CORRECT: TREND_BATCHES // 2,
 }
 LOW_TEMPERATURE = 0.6  # lower end of the range recommended for exploration, 0.6 to 1
+_MAX_VALUE = 1e300
 
 
 # -------------------------------------------------------------------------------------- the history
 
 
 def read_metric(row: Row, name: str) -> float:
-    """Return the metric; NaN if it is absent, or null because it was not finite."""
+    """Return the metric; NaN if it is absent, null because it was not finite, or so large that a
+    sum of few such values is not finite.
+    """
     value = row.get(name)
-    return math.nan if value is None else float(value)
+    is_missing = value is None or _MAX_VALUE < abs(value) < math.inf
+    return math.nan if is_missing else float(value)
 
 
 def read_column(rows: Iterable[Row], name: str) -> list[float]:
@@ -87,7 +91,7 @@ class MetricHistory:
         self.last_rows: deque[Row] = deque(maxlen=LEVEL_BATCHES)
         self.first_mixed: list[float] = []  # share of mixed groups in each of the first five rows
         self.lowest = self.highest = math.nan  # lowest and highest reward of any answer
-        # first and last values of each trend, without NaN
+        # first and last finite values of each trend
         self._trends: dict[str, tuple[list[float], deque[float]]] = {
             name: ([], deque(maxlen=count)) for name, count in _TREND_LENGTHS.items()
         }
@@ -103,7 +107,7 @@ class MetricHistory:
         if len(self.first_mixed) < LEVEL_BATCHES:
             self.first_mixed.append(read_metric(row, MIXED))
         for name, (first, last) in self._trends.items():
-            if not math.isnan(value := read_metric(row, name)):
+            if math.isfinite(value := read_metric(row, name)):
                 last.append(value)
                 if len(first) < 2 * _TREND_LENGTHS[name]:
                     first.append(value)
@@ -129,7 +133,8 @@ class MetricHistory:
 
 def rises_significantly(first: Sequence[float], last: Sequence[float]) -> bool:
     """Return whether the mean rises by more than two standard errors."""
-    error = math.sqrt(pvariance(first) / len(first) + pvariance(last) / len(last))
+    # no squares, which may be beyond floats
+    error = math.hypot(*(pstdev(part) / math.sqrt(len(part)) for part in (first, last)))
     return fmean(last) - fmean(first) > 2 * error
 
 

@@ -36,6 +36,7 @@ from rl.rollout.rollout_metrics import (
     compute_sample_metrics,
     max_or_nan,
     mean,
+    square,
 )
 from rl.rollout.rollout_rows import build_rollout_rows
 from rl.rollout.rollout_types import (
@@ -105,6 +106,7 @@ __all__ = [
     "rollout",
     "build_rollout_rows",
     "compute_sample_metrics",
+    "square",
     "supervised_datum",
     "trajectory_to_datums",
 ]

@@ -68,6 +68,14 @@ def mean(values: Iterable[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
+def square(value: float) -> float:
+    """Return the square; infinity beyond the range of floats, where ** raises."""
+    try:
+        return value**2
+    except OverflowError:
+        return math.inf
+
+
 def compute_group_metrics(groups: Sequence[TrajectoryGroup], prefix: str = "env") -> Metrics:
     """Return `<prefix>/all/...` over all groups and, if there are several data sets,
     `<prefix>/<tag>/...` for each data set; the data set named "all" is `<prefix>/all-rows/...`.
@@ -103,7 +111,7 @@ def _compute_prefixed_metrics(
     average = mean(rewards)
     metrics = {
         f"{name}/reward/total": average,
-        f"{name}/reward/std": mean((r - average) ** 2 for r in rewards) ** 0.5,
+        f"{name}/reward/std": mean(square(r - average) for r in rewards) ** 0.5,
         f"{name}/reward/min": min(rewards, default=0.0),
         f"{name}/reward/max": max(rewards, default=0.0),
         f"{name}/total_episodes": len(rewards),

@@ -18,6 +18,7 @@ from rl.rollout import (
     build_rollout_rows,
     compute_group_metrics,
     mean,
+    square,
 )
 from rl.seed import derive_seed
 from rl.trainer.stage_sampling import StageContext, StageSampler
@@ -94,7 +95,7 @@ def compute_clustered_error(totals_P: Sequence[float], counts_P: Sequence[float]
     answers, problems = sum(counts_P), len(counts_P)
     average = sum(totals_P) / answers
     squares = sum(
-        (total - average * count) ** 2 for total, count in zip(totals_P, counts_P, strict=True)
+        square(total - average * count) for total, count in zip(totals_P, counts_P, strict=True)
     )
     return math.sqrt(problems / (problems - 1) * squares) / answers
 

@@ -150,7 +150,7 @@ def _load_test_split(data: DataSettings) -> ProblemSet:
     """Load the test split of the evaluation set, or of the data set itself; the only split if a set
     has no test split.
     """
-    source = data.eval_dataset or data.dataset
+    source = data.dataset if data.eval_dataset is None else data.eval_dataset
     try:
         return _load_split(data, source, "test", data.eval_limit)
     except MissingSplit:

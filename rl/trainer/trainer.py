@@ -159,8 +159,7 @@ class Trainer(StageContext):
         is_due = self.evaluator.is_due(number)
         is_late = self.stop_request.exceeds_grace(self.evaluator.seconds)
         is_evaluated = is_due and (done == self.loop.steps or not is_late)
-        check_update_metrics(self.method, metrics)
-        metrics = {**self.method.shaping_metrics, **metrics}
+        metrics = {**self.method.shaping_metrics, **read_update_metrics(self.method, metrics)}
         row = self.log.build_row(
             number, self._batch_start, metrics, sampler, rollouts, batch.datums
         )
@@ -280,18 +279,20 @@ def _has_unused_correction(settings: Any) -> bool:
     return correction is not None and correction.correction == "none" and truncated is None
 
 
-def check_update_metrics(method: object, metrics: Any) -> None:
-    """Raise UserError unless `metrics`, which the update of a method returned, maps names to
-    numbers.
+def read_update_metrics(method: object, metrics: Any) -> dict[str, Any]:
+    """Return the metrics that the update of a method returned, with arrays as their number. Raises
+    UserError unless they map names to numbers; "step" and "stage" are names of the logbook.
     """
     wrong: Any = type(metrics).__name__
     if isinstance(metrics, Mapping):
-        wrong = {name: value for name, value in metrics.items() if not _is_number(value)}
+        wrong = {k: v for k, v in metrics.items() if not _is_number(v) or k in ("step", "stage")}
     if wrong:
         raise UserError(
             f"{type(method).__name__}.update returned {wrong!s:.300}; expected a dict of metrics "
-            "with a number for each name, such as {'optim/grad_norm': 0.5}"
+            "with a number for each name other than step and stage, such as "
+            "{'optim/grad_norm': 0.5}"
         )
+    return {k: v.item() if getattr(v, "shape", ()) else v for k, v in metrics.items()}
 
 
 def _is_number(value: Any) -> bool:

@@ -85,7 +85,7 @@ class VllmServer:
                 f"{error}. Start a server that answers before the run starts: "
                 f"{START_COMMAND} (docs/vllm.md)"
             ) from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UserError(
                 f"{self.url} does not answer as a vLLM server ({type(error).__name__}: {error}): "
                 "correct sampler_url"
@@ -325,9 +325,16 @@ class VllmServer:
         seconds: float = _CHECK_SECONDS,
         reads_json: bool = True,
     ) -> Any:
-        """Return the JSON reply of a GET, or of a POST of `body`. Raises VllmServerError."""
+        """Return the JSON reply of a GET, or of a POST of `body`. Raises VllmServerError, and
+        UserError for a key that no header can hold.
+        """
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY_VARIABLE, "").strip():
+            if not (key.isascii() and key.isprintable()):
+                raise UserError(
+                    f"{API_KEY_VARIABLE} holds characters that no key has, such as a line break or "
+                    "an invisible space: set it to the key alone"
+                )
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         try:

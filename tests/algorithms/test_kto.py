@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,6 +73,14 @@ def test_z_is_of_other_prompts_answers_and_never_below_zero(sign, pairs, tmp_pat
 
         expected, of_own = mean_gap(turned), mean_gap(local)
         assert expected * sign > 0.05 and abs(expected - of_own) > 0.05
+        # a single row has no other prompt
+        method = make_method("kto", batch_size=2, steps=1, learning_rate=1e-3)
+        reference = SimpleNamespace(logprobs=lambda datums: target_logprobs(frozen, datums))
+        models = Models(policy, {"reference": reference})
+        gaps = [mean_gap([one]) for one in local[: len(texts[0])]]
+        losses = [1 / (1 + math.exp(0.1 * (-1) ** i * gap)) for i, gap in enumerate(gaps)]
+        loss = method.evaluate(rows[:1], renderer, models)["test/loss"]
+        assert loss == pytest.approx(np.mean(losses), abs=1e-6)
         assert measure_z(policy, frozen, rows) == pytest.approx(max(0.0, expected), abs=1e-5)
 
 

@@ -279,6 +279,7 @@ def test_a_batch_without_datums_takes_no_step(run_folder):
     ("None", "Whole.update returned NoneType; expected a dict of metrics"),
     ("{'mine': 'high', 'fine': 1, 'null': None}",
      "Whole.update returned {'mine': 'high'}; expected a dict"),
+    ("{'mine': 1, 'step': 0.5}", "Whole.update returned {'step': 0.5}; expected a dict"),
     ("{'mine': __import__('torch').ones(2)}", "Whole.update returned {'mine': tensor"),
 ])  # fmt: skip
 def test_metrics_that_are_no_numbers_are_refused(run_folder, returned, message):
@@ -294,12 +295,14 @@ def test_metrics_that_are_no_numbers_are_refused(run_folder, returned, message):
 def test_a_step_without_a_value_of_keep_best_saves_no_best_weights(run_folder):
     before = "return train_single_pass("
     after = (
-        f"return {{'mine': (None, 1, 2)[progress.batch % 3]}} | {before.removeprefix('return ')}"
+        "return {'mine': (None, 1, 2)[progress.batch % 3], 'array': __import__('numpy').ones(1)} | "
+        + before.removeprefix("return ")
     )
     assert before in FILE
     (run_folder / "mine.py").write_text(FILE.replace(before, after))
     settings = {**SMALL, "steps": 4, "save_every": 1, "keep_best": "mine"}
-    rl.train("mine.py:Whole", output_dir=run_folder / "run", **settings)
+    result = rl.train("mine.py:Whole", output_dir=run_folder / "run", **settings)
+    assert result.metrics[-1]["array"] == 1.0
     names = [path.name for path in (run_folder / "run" / "sampler_weights").iterdir()]
     assert [name.rpartition("-")[2] for name in names] == ["000003"]
 

@@ -1,6 +1,7 @@
 """Test any user's file: row formats, kinds of files and folders, mixtures, streams, prompts."""
 
 import csv
+import dataclasses
 import json
 import logging
 import time
@@ -278,6 +279,17 @@ def test_changed_rows_stay_changed_in_joined_sets_and_mixtures(tmp_path):
         assert get_contents(result)[4] == "new"
         assert [p.index for p in result] == list(range(6))
         assert "new" in get_contents(result.batch(0, 100, seed=0))
+    noisy = load_problems("addition:noise=0.5", limit=20).subset(range(10, 20))
+    for whole in (concatenate_sets([sets[0], noisy]), Mixture([sets[0], noisy], [1, 1])):
+        rows = range(3, 13)
+        for epoch in range(3):  # the noise is that of the set, in every epoch
+            responses = [whole.at(i, epoch).response for i in rows]
+            assert responses == [noisy.at(i, epoch).response for i in range(10)]
+        new = ({"role": "user", "content": "new"},)
+        other = dataclasses.replace(load_problems("addition")[11], messages=new, index=4)
+        result = whole.with_rows({4: other})
+        assert get_contents(result)[4] == "new" and result[4].index == 4
+        assert [result.at(i, 1).response for i in rows] == [whole.at(i, 1).response for i in rows]
 
 
 @pytest.mark.parametrize("kind", ["a.jsonl", "e.parquet", "f.arrow"])

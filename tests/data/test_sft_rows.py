@@ -61,6 +61,9 @@ def test_several_held_out_sets_keep_their_names(tmp_path):
     data = DataSettings(dataset=main, eval_dataset=easy, more_eval_datasets=(hard,))
     for held_out in (load_held_out_problems(data), load_training_problems(data, True)[1]):
         assert Counter(p.tag for p in held_out) == {"easy": 3, "hard": 5}
+    for name in ("", " "):
+        with pytest.raises(UserError, match="the name of a data set is empty"):
+            load_held_out_problems(DataSettings(dataset=main, eval_dataset=name))
 
 
 def check(renderer, sampled=0, reads=("response",), **limits):

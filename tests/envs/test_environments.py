@@ -526,7 +526,23 @@ def test_the_tools_descriptions_are_those_of_transformers():
     def silent():
         pass
 
+    def unknown(a: "Missing"):  # noqa: F821
+        """Does it.
+
+        Args:
+            a: what
+        """
+
+    def listed(a: [int, str]):
+        """Does it.
+
+        Args:
+            a: what
+        """
+
     for function, text in (
+        (unknown, "the type hints of the tool unknown cannot be evaluated .NameError.*'Missing'"),
+        (listed, "the tool listed has an argument of type .*, which JSON does not have"),
         (untyped, "has no type hint"),
         (undescribed, "has no line under"),
         (silent, "no docstring"),

@@ -17,6 +17,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from test_reward_endings import wait_until
 from wrapper_scripted import ScriptedSampler, play_environment
 from wrapper_scripted import renderer as make_renderer
@@ -357,7 +358,8 @@ class RetryEnv:
         }
 
     def get_metrics(self):
-        return {"turns": self.turns, "name": "thrice", "each": np.zeros(2)}
+        several = {"each": np.zeros(2), "complex": torch.tensor(1j)}
+        return {"turns": self.turns, "name": "thrice", **several}
 
     def close(self):
         RetryEnv.closed += 1
@@ -375,7 +377,9 @@ def test_an_environment_of_skyrl_gym_plays_on_a_data_sets_rows(package, renderer
     (group,) = play_environment(spec, say, rows=[row]).groups
     turns = group.trajectories_G[0].transitions
     assert [t.reward for t in turns] == [-0.25, -0.25, 1.0]
-    assert turns[-1].metrics["turns"] == 3.0 and not {"name", "each"} & turns[-1].metrics.keys()
+    assert turns[-1].metrics["turns"] == 3.0 and turns[-1].metrics.keys().isdisjoint(
+        {"name", "each", "complex"}
+    )
     assert wait_until(lambda: RetryEnv.closed == 1, 2)
     with pytest.raises(UserError, match="did you mean thrice"):
         resolve_environment("skyrl_gym", env="thrise").make()

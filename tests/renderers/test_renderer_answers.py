@@ -40,10 +40,10 @@ def test_the_ends_come_with_the_model_and_from_the_files_beside_a_tokenizer(toke
     assert get_end_tokens(set_end_tokens(tokenizer, [1, 5])) == {1, 5}
     make_word_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(
-        json.dumps({"model_type": "qwen3", "text_config": {"eos_token_id": 3}})
+        json.dumps({"model_type": "qwen3", "eos_token_id": 4, "text_config": {"eos_token_id": 3}})
     )
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
-    assert get_end_tokens(get_tokenizer(str(tmp_path / "model"))) == {1, 3, 7}
+    assert get_end_tokens(get_tokenizer(str(tmp_path / "model"))) == {1, 3, 4, 7}
     with ServiceClient(output_dir=tmp_path / "out") as service:
         client = service.create_sampling_client(base_model="tiny:addition")
         assert get_end_tokens(client.get_tokenizer()) == {client.get_tokenizer().eos_token_id}

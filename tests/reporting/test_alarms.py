@@ -23,6 +23,7 @@ from rl.rollout import (
     TrajectoryGroup,
     Transition,
     compute_credited_share,
+    compute_group_metrics,
     compute_sample_metrics,
     max_or_nan,
 )
@@ -121,6 +122,8 @@ def make_jitter(middle: float):
     (plant_fault(low=0.4, high=0.4, groups=256), {"zero_advantages"}, "rewards are all equal"),
     (plant_fault(reward=make_jitter(0.3)), {"reward_flat"}, "min 0, max 1, std 0.4"),
     (plant_fault(reward=lambda step: 0.5 - 0.005 * step), {"reward_flat"}, "has not risen"),
+    (plant_fault(reward=lambda step: 1.7e308 if step % 7 < 2 else 1e200 * math.sin(7 * step)),
+     {"reward_flat"}, "has not risen"),  # squares and sums beyond floats
     (plant_fault(entropy=0.01), {"entropy_collapse"}, "from 0.8"),
     # from the first step on
     (lambda row, step: row.update({"optim/entropy": 5e-4}), {"entropy_collapse"},
@@ -160,6 +163,9 @@ def test_metrics_of_samples_by_hand():
     fields = {"target_tokens": [1, 2, 3], "advantages": [0.0, 0.5, -1.0], "mask": [0.0, 1.0, 1.0]}
     datum = Datum(ModelInput.from_ints([1, 2, 3]), fields)
     assert compute_credited_share(groups, [datum]) == 2 / 10
+    large = [dataclasses.replace(item, final_rewards_G=[1e200, -1e200]) for item in groups]
+    metrics = compute_group_metrics(large)
+    assert [metrics[f"env/all/reward/{name}"] for name in ("total", "std")] == [0.0, math.inf]
 
 
 def test_remedies_name_flags_that_the_method_has():

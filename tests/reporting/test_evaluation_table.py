@@ -78,6 +78,9 @@ def test_the_clustered_error_is_that_of_all_resampled_problems():
     draws = [np.mean(draw) for draw in itertools.product(means, repeat=5)]
     expected = np.std(draws) * math.sqrt(5 / 4)
     assert compute_clustered_error(list(3 * means), [3.0] * 5) == pytest.approx(expected)
+    assert (
+        compute_clustered_error([1e200, -1e200], [1.0, 1.0]) == math.inf
+    )  # a square beyond floats
 
 
 def test_the_error_of_a_ratio_is_that_of_a_simulation():

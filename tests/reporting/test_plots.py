@@ -119,6 +119,7 @@ def test_null_and_missing_values_are_left_out(tmp_path: Path) -> None:
 
 def test_odd_folders_draw(tmp_path: Path) -> None:
     rows = [{"step": 3, "test/env/all/correct": 0.5, "optim/grad_norm": 0.0, "env/all/$^$": 1.0}]
+    rows += [{"step": step, "env/all/$^$": (-1) ** step * 1.7e308} for step in (4, 5)]
     first, second = write(tmp_path / "one", rows), write(tmp_path / "two", two_stages())
     metrics, picture = second / "metrics.jsonl", tmp_path / "x.png"
     assert is_png(metric_plots.draw_curves(first, tmp_path / "one.png"))

@@ -2,6 +2,7 @@
 
 import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -119,6 +120,13 @@ def test_a_reward_file_that_is_missing_or_broken_is_named_once(tmp_path, monkeyp
         resolve_reward(f"{broken}:f")
     assert str(e.value).count("my_reward.py") == 1
     with pytest.raises(ValueError, match=r"does not exist; did you mean .*my_reward\.py\?"):
+        resolve_reward(f"{tmp_path}/my_rewards.py:f")
+
+    def refuse(folder):
+        raise PermissionError(f"{folder} cannot be read")
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ValueError, match=r"my_rewards\.py does not exist$"):
         resolve_reward(f"{tmp_path}/my_rewards.py:f")
 
 

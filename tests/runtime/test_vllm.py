@@ -765,6 +765,7 @@ def test_scores_do_not_wait_for_queued_samples(servers, connect):
         ({"quantization": "fp8"}, "quantizes its weights"),
         ({"scale_out": False}, "--enable-scale-out"),
         ({"chunked_prefill": True}, "--no-enable-chunked-prefill"),
+        ({"max_num_seqs": math.inf}, "does not answer as a vLLM server .OverflowError"),
     ],
 )
 def test_a_server_that_cannot_work_is_refused_at_the_start(changes, message, servers, connect):
@@ -775,9 +776,13 @@ def test_a_server_that_cannot_work_is_refused_at_the_start(changes, message, ser
         connect(urls)
 
 
-def test_no_server_at_the_start(servers, connect):
+def test_no_server_at_the_start(servers, connect, monkeypatch):
     with pytest.raises(UserError, match="http://127.0.0.1:9 is not reachable.*vllm serve"):
         connect(("http://127.0.0.1:9",))
+    for key in ("secret\u200b", "secret\nsecret"):
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        with pytest.raises(UserError, match="^VLLM_API_KEY holds characters that no key has"):
+            connect(("http://127.0.0.1:9",))
 
 
 # ------------------------------------------------------------------------------ streams, settings

@@ -96,6 +96,8 @@ def test_running_statistics_are_those_of_all_values():
         assert statistics.std == pytest.approx(np.std(seen), rel=1e-9, abs=1e-12)
     copy = RunningStatistics(**asdict(statistics))
     assert (copy.mean, copy.std, copy.count) == (statistics.mean, statistics.std, 111)
+    statistics.update([1e200, -1e200])  # their squares are beyond floats
+    assert statistics.std == math.inf
 
 
 def test_overlong_penalty_by_hand():
