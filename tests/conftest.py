@@ -9,9 +9,12 @@ import random
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 
+# As in the scripts (rl.startup.reduce_gc): imports make a million permanent objects.
+gc.set_threshold(50_000)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -100,16 +103,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+# Runs in this process get an empty `gc.freeze`.
+freeze_objects = gc.freeze
+
+
+def freeze() -> None:
+    """Exclude the objects that exist by now from garbage collection."""
+    gc.collect()  # garbage with reference cycles would stay
+    freeze_objects()
+
+
 def pytest_collection_finish() -> None:
     """Freeze all objects so far: each full garbage collection spent half a second on them, and a
     run that ends in this process would unfreeze them. Let runs draw no curves: it takes a second.
     """
     from rl.reporting import metric_plots
 
-    gc.collect()
-    gc.freeze()
+    freeze()
     gc.freeze = gc.unfreeze = lambda: None
     metric_plots.draw_curves = write_empty_picture
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Freeze after a file also the objects of the modules that it imported, if they are many: two
+    collections of each run searched them.
+    """
+    yield
+    if nextitem is not None and nextitem.path != item.path and len(gc.get_objects()) > 20_000:
+        freeze()
 
 
 def write_empty_picture(source: Path, out: Path, *labels: object) -> Path:
