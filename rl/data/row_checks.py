@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rl.data.length_limits import LengthLimits, RowTooLong, cut_prompt
@@ -79,8 +80,17 @@ class RowCheck:
         """Return (maximum number of tokens, name of this limit): of a sample after a prompt of
         `prompt_length` tokens, or of a row that is only trained on (None).
         """
-        info = self.info if prompt_length is not None else {"max_context": self.info["max_context"]}
-        return find_length_limit(info, prompt_length or 0)
+        found = self._found_limits.get(prompt_length)
+        if found is None:
+            trained = {"max_context": self.info["max_context"]}
+            info = trained if prompt_length is None else self.info
+            found = self._found_limits[prompt_length] = find_length_limit(info, prompt_length or 0)
+        return found
+
+    @cached_property
+    def _found_limits(self) -> dict[int | None, tuple[int, str]]:
+        """Hold the limits by length of prompt: thousands of rows share a few lengths."""
+        return {}
 
     def __call__(self, problem: Problem) -> Problem:
         """Return the row, with its prompt cut if on_too_long is "cut".
