@@ -234,9 +234,9 @@ SPEND = (
 
 @pytest.mark.parametrize("style", ["asserts", "calls", "session", "pytest"])
 def test_cpu_time_is_counted_for_each_call_assert_and_turn(sandbox, style):
-    """Spend 0.5 s in each of three calls, then more than the limit of 1 s in the last one."""
+    """Spend 0.4 s in each of three calls, then more than the limit of 1 s in the last one."""
     limits = SandboxLimits(wall_s=20, cpu_s=1, total_s=60)
-    seconds = (0.5, 0.5, 0.5, 30)
+    seconds = (0.4, 0.4, 0.4, 30)
     if style == "session":
         with sandbox.session(limits=limits) as python:
             python.run(SPEND)
