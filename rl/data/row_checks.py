@@ -80,15 +80,15 @@ class RowCheck:
         """Return (maximum number of tokens, name of this limit): of a sample after a prompt of
         `prompt_length` tokens, or of a row that is only trained on (None).
         """
-        found = self._found_limits.get(prompt_length)
-        if found is None:
+        if prompt_length not in self._limits_by_length:
             trained = {"max_context": self.info["max_context"]}
             info = trained if prompt_length is None else self.info
-            found = self._found_limits[prompt_length] = find_length_limit(info, prompt_length or 0)
-        return found
+            limit = find_length_limit(info, prompt_length or 0)
+            self._limits_by_length[prompt_length] = limit
+        return self._limits_by_length[prompt_length]
 
     @cached_property
-    def _found_limits(self) -> dict[int | None, tuple[int, str]]:
+    def _limits_by_length(self) -> dict[int | None, tuple[int, str]]:
         """Hold the limits by length of prompt: thousands of rows share a few lengths."""
         return {}
 
