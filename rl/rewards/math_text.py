@@ -29,7 +29,7 @@ _SPACES = re.compile(
 _DEGREES = re.compile(
     r"\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|\\degrees?(?![a-zA-Z])|\\text\s*\{\s*degrees?\s*\}"
 )
-_THOUSANDS = re.compile(r"(?<![\d.,])([1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+))(?![\d,])")
+_THOUSANDS = re.compile(r"(?<![\d.,])([1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+))(?!\d|,\d)")
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
 _PLAIN_FUNCTION = re.compile(rf"(?<![a-zA-Z\\])({_FUNCTIONS})(?=\s*[(\d])")
 _PLAIN_ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
@@ -64,7 +64,7 @@ _UNITS = {
     "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months",
     "year": "yr yrs year years", "°": "° deg degree degrees", "rad": "rad rads radian radians",
     "dollar": "$ dollar dollars usd", "euro": "€ euro euros eur", "cent": "cent cents",
-    "l": "l liter liters litre litres", "ml": "ml milliliter milliliters", "mph": "mph",
+    "l": "l liter liters litre litres", "ml": "ml milliliter milliliters", "mi/h": "mph",
     "unit": "unit units",
 }  # fmt: skip
 _UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in words.split()}

@@ -32,6 +32,16 @@ a_n ⇒ a_n ; a_{n} ≠ a_m ; a ; n
     x = 1 \text{ or } x = 2 ≠ (1,2) ; [1,2] ; 1 ; 1,2,3 ; 1,3 ; 12 ; 1.2 ; (2,1) ; 1,1
 (1,2) ⇒ (1,2) ; \left(1, 2\right) ; (1, \frac{4}{2}) ; (1; 2) ; (x,y) = (1,2) ≠ 1,2 ; (2,1) ;
     [1,2] ; (1,2] ; \{1,2\} ; (1,2,3) ; (1)
+1,2 ⇒ x = 2, 1 ; x=2 or 1 ≠ x = 2, 3
+x = 2, 3 ⇒ 3, 2 ; x = 3, 2 ; x=3, x=2 ≠ y = 2, 3 ; x=2, y=3
+x=2 \text{ or } x=3 ⇒ x\in\{2,3\} ; x \in \{3, 2\} ≠ x\in\{2,4\}
+1000, 2000 ⇒ 1,000, 2,000 ; 2,000, 1,000 ≠ 1,000, 2,001
+(1000,2) ⇒ (1,000, 2) ; (1{,}000, 2) ≠ (1,000, 3) ; (1, 0, 2)
+(2,3] ⇒ 2 < x \le 3 ; 2<x\leq 3 ; 3 \geqslant x > 2 ; 2<x<=3 ; 2 < x ≤ 3 ≠ 2 < x < 3 ; 2\le x<3 ; x\le 3 ;
+    2 > x \ge 3
+[0,\infty) ⇒ x \geq 0 ; 0 \le x ≠ x > 0 ; x \le 0 ; |x| \ge 0
+(-\infty,1) \cup (3,\infty) ⇒ x<1 \text{ or } x>3 ; x > 3 or x < 1 ≠ x\le 1 \text{ or } x>3 ; x<1
+(a,b) ⇒ a<x<b ≠ a\le x<b
 [1,2] ⇒ [1,2] ; \left[1,2\right] ; x \in [1,2] ; x\in[1, 2] ≠ (1,2) ; [1,2) ; (1,2] ; [2,1] ; 1,2 ;
     \{1,2\}
 (-\infty, 2) \cup (3, \infty) ⇒ (-\infty,2)\cup(3,\infty) ; (3,\infty) \cup (-\infty,2) ;
@@ -75,6 +85,7 @@ x=1, y=2 ⇒ x=1, y=2 ; y=2, x=1 ; 1, 2 ≠ x=2, y=1 ; 2, 1 ; x=1
 5400000 ⇒ 5.4 million ; 5.4\text{ million} ; 5.4 \times 10^6 ≠ 5.4 ; 5.4 billion
 \frac{270}7\text{ degrees} ⇒ \frac{270}{7} ; \frac{270}{7}^\circ ; 270/7 ≠ \frac{27}{7} ; 38.57
 40\text{ min} ⇒ 40 ; 40 minutes ; 40\text{ min} ≠ 40 hours ; 4
+60 \text{ mph} ⇒ 60 miles per hour ; 60\text{ miles/hour} ≠ 60 km/h
 7 days ⇒ 7 ; 7\text{ days} ≠ 8 days ; 7 weeks
 # scientific notation
 1200 ⇒ 1.2e3 ; 1.2E3 ; 1.2\times10^3 ; 1.2 \times 10^{3} ; 1.2\cdot 10^3 ; 12e2 ; 1,200 ; 1200.0 ;
@@ -145,7 +156,8 @@ e^2 ⇒ e^{2} ; e \cdot e ; \exp(2) ≠ 7.389 ; 2e ; e^3
     \begin{vmatrix}1&0\\0&3\end{vmatrix} ; 3 ; (1,0,0,3)
 \begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix} ⇒
     \begin{pmatrix} -\frac13 \\ \frac23 \\ \frac53 \end{pmatrix} ;
-    \begin{bmatrix}-1/3\\2/3\\5/3\end{bmatrix}
+    \begin{bmatrix}-1/3\\2/3\\5/3\end{bmatrix} ;
+    \begin{pmatrix} -\frac13 \\[4pt] \frac23 \\[0.3em] \frac53 \end{pmatrix}
     ≠ \begin{pmatrix} -0.333 \\ 0.667 \\ 1.667 \end{pmatrix} ;
     \begin{pmatrix} -1/3 & 2/3 & 5/3 \end{pmatrix} ; \begin{pmatrix} 1/3 \\ 2/3 \\ 5/3 \end{pmatrix}
 \left[\begin{array}{cc}1&2\\3&2+2\end{array}\right] ⇒
@@ -173,7 +185,7 @@ ellipse ⇒ \text{ellipse} ; \text{Ellipse} ≠ circle ; \text{parabola}
 6xy ⇒ 6yx ; 2x \cdot 3y ; 6 x y ; 6\cdot x\cdot y ≠ 6x ; 6x+y ; 6x^y ; 6xyz
 2x ⇒ 2 \cdot x ; x+x ; x2 ; 2*x ; x*2 ≠ x^2 ; 2 ; x ; 2+x ; 2y
 -5 ⇒ -5 ; − 5 ; -(5) ; -\frac{10}{2} ≠ 5 ; +5 ; \pm 5 ; 5-
-x>3 ⇒ 3<x ; x > 3 ≠ x<3 ; x\ge 3 ; 3 ; x=3
+x>3 ⇒ 3<x ; x > 3 ; (3,\infty) ≠ [3,\infty) ; x<3 ; x\ge 3 ; 3 ; x=3
 10 ⇒ \binom{5}{2} ; \binom{5}{3} ; \frac{5!}{3!2!} ; 2*5 ; (2)(5) ; 2(5) ; (2)5 ; 20(\frac{1}{2})
     ≠ 7 ; 3(5) ; \binom{5}{1} ; 25 ; 2,5 ; 1 0
 1,000,000 ⇒ 10^6 ; 1000000 ≠ 1 ; 1,0,0
