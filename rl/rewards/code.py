@@ -31,6 +31,8 @@ _LANGUAGE_NAMES = {  # accepted code block tags of each language
     "bash": ("bash", "sh", "shell", ""),
     "javascript": ("javascript", "js", "node", ""),
 }
+# Starter code of LiveCodeBench and APPS names these types without an import, as LeetCode allows.
+_TYPES = "from typing import Any, Dict, List, Optional, Set, Tuple, Union\n"
 _TEST_KEYS = {
     "asserts": ({"asserts"}, {"setup", "entry_point"}),
     "dialogues": ({"cases"}, {"compare"}),
@@ -123,12 +125,13 @@ class CodeTests(_ProgramReward):
     "cases": [[stdin, stdout], ...]}, {"style": "calls", "function": "f", "cases": [[arguments,
     result], ...]}, {"style": "pytest", "files": {name: text}}. Each may also be JSON text.
     meta["head"] is the code before the function's body (HumanEval); its other functions become the
-    tests' setup, unless the tests have a setup. Metrics: correct (every test passes), format (the
+    tests' setup, unless the tests have a setup. With calls, a program may name the types of typing
+    without an import. Metrics: correct (every test passes), format (the
     response contains a program), and for "fraction" tests_passed (the share).
     """
 
     def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
-        from rl.sandbox import Asserts, extract_helpers
+        from rl.sandbox import Asserts, Calls, extract_helpers
 
         language = get_language(meta)
         try:
@@ -141,6 +144,8 @@ class CodeTests(_ProgramReward):
             program = None if program is None else complete_program(head, program, name)
             if isinstance(tests, Asserts) and not tests.setup:
                 tests = dataclasses.replace(tests, setup=extract_helpers(head, name))
+        if isinstance(tests, Calls) and program and "from __future__" not in program:
+            program = _TYPES + program
         return self.score_program(program, tests)
 
 

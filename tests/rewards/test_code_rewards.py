@@ -178,6 +178,15 @@ def test_what_programs_earn(scorers: Any):
     assert failed.reward is None and "problem has no tests" in str(failed.error)
 
 
+def test_a_program_may_begin_with_starter_code_that_names_types(scorers: Any):
+    starter = "class Solution:\n    def f(self, a: List[int]) -> Optional[int]:\n        return "
+    meta = {"tests": {"style": "calls", "function": "f", "cases": [[[[1, 2]], 3]]}}
+    later = f"from __future__ import annotations\n{starter}sum(a)"
+    programs = [starter + "sum(a)", starter + "a[0]", later]
+    scores = scorers().score_many([("", fence_program(text), meta) for text in programs])
+    assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
+
+
 def test_what_is_printed_is_compared_but_for_space_at_the_ends(scorers: Any):
     meta = {"stdin": "3\n4\n", "expected_output": "7\ndone"}
     right = "a, b = int(input()), int(input())\nprint(a + b, ' ')\nprint('done\\n')"
