@@ -17,6 +17,7 @@ from rl.rewards.math_text import (
     TEXT_COMMAND,
     FormulaTooLargeError,
     evaluate_arithmetic,
+    join_thousands,
     normalize_spelling,
     parse_exact_number,
 )
@@ -134,7 +135,7 @@ def parse_number(text: str) -> Fraction | None:
     text = remove_emphasis(text)
     *members, text = re.sub(r"\\approx|≈", "=", normalize_spelling(text)).split("=")
     text = (
-        re.sub(TEXT_COMMAND, r" \1 ", text)
+        re.sub(TEXT_COMMAND, r" \1 ", join_thousands(text))
         .replace("°", " ")
         .replace("%", " ")
         .replace("$", "")

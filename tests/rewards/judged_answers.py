@@ -37,10 +37,11 @@ x = 2, 3 ⇒ 3, 2 ; x = 3, 2 ; x=3, x=2 ≠ y = 2, 3 ; x=2, y=3
 x=2 \text{ or } x=3 ⇒ x\in\{2,3\} ; x \in \{3, 2\} ≠ x\in\{2,4\}
 1000, 2000 ⇒ 1,000, 2,000 ; 2,000, 1,000 ≠ 1,000, 2,001
 (1000,2) ⇒ (1,000, 2) ; (1{,}000, 2) ≠ (1,000, 3) ; (1, 0, 2)
-(2,3] ⇒ 2 < x \le 3 ; 2<x\leq 3 ; 3 \geqslant x > 2 ; 2<x<=3 ; 2 < x ≤ 3 ≠ 2 < x < 3 ; 2\le x<3 ; x\le 3 ;
-    2 > x \ge 3
+(2,3] ⇒ 2 < x \le 3 ; 2<x\leq 3 ; 3 \geqslant x > 2 ; 2<x<=3 ; 2 < x ≤ 3 ≠ 2 < x < 3 ;
+    2\le x<3 ; x\le 3 ; 2 > x \ge 3
 [0,\infty) ⇒ x \geq 0 ; 0 \le x ≠ x > 0 ; x \le 0 ; |x| \ge 0
-(-\infty,1) \cup (3,\infty) ⇒ x<1 \text{ or } x>3 ; x > 3 or x < 1 ≠ x\le 1 \text{ or } x>3 ; x<1
+(-\infty,1) \cup (3,\infty) ⇒ x<1 \text{ or } x>3 ; x > 3 or x < 1 ≠ x<1 ;
+    x\le 1 \text{ or } x>3
 (a,b) ⇒ a<x<b ≠ a\le x<b
 [1,2] ⇒ [1,2] ; \left[1,2\right] ; x \in [1,2] ; x\in[1, 2] ≠ (1,2) ; [1,2) ; (1,2] ; [2,1] ; 1,2 ;
     \{1,2\}
@@ -175,8 +176,8 @@ even ⇒ \text{even} ; Even ≠ odd ; neve ; event
 A ⇒ A ≠ a ; B
 ellipse ⇒ \text{ellipse} ; \text{Ellipse} ≠ circle ; \text{parabola}
 # signs, factorials, products
-5 ⇒ +5 ; (5) ; {5} ; --5 ; |5| ; 5. ; $5$ ; \(5\) ≠ \pm 5 ; 5x ; 5! ; -5 ; 5i ; 5e ; 5\pi ; 55 ;
-    \sqrt{5} ; 5^2 ; 1/5 ; 5a ; 5,5 ; <empty>
+5 ⇒ +5 ; (5) ; \boldsymbol{5} ; \underline{5} ; {5} ; --5 ; |5| ; 5. ; $5$ ; \(5\) ≠ \pm 5 ; 5x ; 5! ;
+    -5 ; 5i ; 5e ; 5\pi ; 55 ; \sqrt{5} ; 5^2 ; 1/5 ; 5a ; 5,5 ; <empty>
 \pm 5 ⇒ \pm 5 ; \pm5 ; 5, -5 ; -5, 5 ; \{-5,5\} ; x = \pm 5 ; x=5, x=-5 ≠ 5 ; -5 ; \pm 4 ; (5,-5) ;
     0
 1 \pm \sqrt{19} ⇒ 1+\sqrt{19}, 1-\sqrt{19} ; 1-\sqrt{19},1+\sqrt{19} ; 1\pm\sqrt{19} ; 1\mp\sqrt{19}
@@ -206,8 +207,8 @@ _NUMBERS = r"""
 0 ⇒ -0 ≠ x
 72 ⇒ Tom and Ann have 72 apples ; The two-day total is 72 ; [72] ; **72** ; **$72** ; `72` ;
     the day/night total: 72 ; 72 cats and dogs ≠ 71 cats
-1200 ⇒ 1,200 ; 1200.00 ; 1.2e3 ; 1.2\times10^3 ; 1{,}200 ; $1,200 per week ; 1200 km/h ≠ 12,00 ;
-    1.2 ; 120 ; 1200x ; 1.2e4
+1200 ⇒ 1,200 ; 1\,200 ; 1 200 dollars ; \$1~200 ; \boldsymbol{1200} ; 1200.00 ; 1.2e3 ;
+    1.2\times10^3 ; 1{,}200 ; $1,200 per week ; 1200 km/h ≠ 12,00 ; 1 20 0 ; 12 00 ; 1.2 ; 120 ; 1200x ; 1.2e4
 24 ⇒ 24 cm^2 ; 24\text{ cm}^2 ; 24 \text{ m}^{3} ; 24 m² ; 24 square feet ; 24ft^2. ≠ 24x^2 ;
     24 y^{2} ; 24^2 ; 24\pi^2 ; 24 cm^4 ; 2 cm^2 ; 24ab^2 ; 24 dx^2
 -3 ⇒ -3 ; −3 ; -\$3 ; -$3 ; $-3 ; -3.0 ≠ 3 ; --3 ; -3x ; \pm 3
