@@ -90,6 +90,8 @@ def _equal_readings(answer: str, expected: str) -> bool:
 
 def _equal(answer: str, expected: str) -> bool:
     answer, expected = _strip_brackets(answer), _strip_brackets(expected)
+    if not answer:
+        return False
     for synonyms in (_REALS, _EMPTY):
         if re.sub(r"\s", "", expected) in synonyms:
             return re.sub(r"\s", "", answer) in synonyms
@@ -291,7 +293,7 @@ def _convert_inequalities(text: str) -> str | None:
                 return None
         brackets = ["()"[i] if r in _STRICT else "[]"[i] for i, r in enumerate((first, second))]
         intervals.append(f"{brackets[0]}{low},{high}{brackets[1]}")
-    return r"\cup".join(intervals)
+    return r"\cup".join(intervals) or None
 
 
 def is_name(text: str) -> bool:

@@ -22,6 +22,14 @@ def test_math_correctness_agrees_with_every_judged_pair():
     assert differ == []
 
 
+@pytest.mark.parametrize("answer", ["", ",", "()"])
+def test_an_empty_answer_is_wrong_without_giving_up(answer):
+    reward = resolve_reward("math_correctness")
+    for expected in ("5", "x=18", "1,2", "(1,2]"):
+        result = reward.evaluate("", f"Hm. \\boxed{{{answer} }}", {"answer": expected})
+        assert result.reward == result.metrics["gave_up"] == 0.0
+
+
 def test_gsm8k_agrees_with_every_judged_pair():
     reward = resolve_reward("gsm8k")
     differ = [
