@@ -39,6 +39,8 @@ TEXT_COMMAND = (
     r"\s*\{([^{}]*)\}"
 )
 
+# a choice and its value, as the solutions of contests write it: (C) 12
+_LABELLED_CHOICE = re.compile(r"\s*\(([A-Z])\)\s+-?[\d\\$.](?:(?!\([A-Z]\)).)*", re.DOTALL)
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _SIGNED = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)"
 _DECIMAL = re.compile(_SIGNED)
@@ -136,11 +138,13 @@ def remove_spaces(text: str) -> str:
 
 
 def parse_words(text: str) -> str | None:
-    """Return an answer that consists of words ("east", "(C)") in a canonical spelling; None for a
-    formula.
+    """Return an answer that consists of words ("east", "(C)") in a canonical spelling, the letter of
+    "(C) 12"; None for a formula.
     """
     plain = re.sub(TEXT_COMMAND, r" \1 ", text)
     marked = plain != text
+    if (choice := _LABELLED_CHOICE.fullmatch(plain)) is not None:
+        return choice[1]
     plain = re.sub(r"^[\s(]+|[\s).]+$", "", plain)
     if re.match(r"[+-]?[\d.,/]+(?:\s|$)", plain):  # a number and its unit
         return None

@@ -170,6 +170,8 @@ e^2 ⇒ e^{2} ; e \cdot e ; \exp(2) ≠ 7.389 ; 2e ; e^3
 ABC ⇒ ABC ; \text{ABC} ≠ BAC ; ACB ; AB
 \angle ABC ⇒ \angle ABC ; \angle CBA ≠ \angle ACB ; \angle ABD
 \text{(C)} ⇒ C ; (C) ; \text{C} ; \text{(C)} ; \textbf{(C)} ; (\text{C}) ≠ B ; \text{(B)} ; D ; CC
+\text{(C)} ⇒ \textbf{(C)}\ 12 ; (C) 12 ; \textbf{(C) }\frac{1}{2} ≠ \textbf{(B)}\ 12 ; 12 ; (C) 12 (B) 3
+\textbf{(C)}\ 12 ⇒ C ; \text{(C)} ; (C)~12 ≠ B ; (B) 12 ; 13
 \text{Evelyn} ⇒ Evelyn ; evelyn ; \text{Evelyn} ≠ Eve ; Evelyn and Bob ; Bob
 even ⇒ \text{even} ; Even ≠ odd ; neve ; event
 \text{Yes} ⇒ yes ; Yes ≠ no ; y
