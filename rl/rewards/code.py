@@ -242,13 +242,17 @@ def complete_program(head: str, program: str, name: str) -> str:
 
     `head` holds the function's signature, with imports and helper functions.
     """
+    from rl.sandbox import is_python
+
     defines = re.compile(rf"^(?:async )?def {re.escape(name)}\b", re.MULTILINE)
     if defines.search(program):
         definition = defines.search(head)
         return f"{head[: definition.start()] if definition else head}\n{program}"
     lines = program.strip("\n").splitlines()
     if lines and not lines[0].startswith((" ", "\t")):
-        lines = ["    " + line for line in lines]
+        whole = ["    " + line for line in lines]
+        # Of an answer without the white space at its start only the first line lacks it.
+        lines = whole if is_python(head + "\n".join(whole)) else [whole[0], *lines[1:]]
     end = next(
         (i for i, line in enumerate(lines) if line.strip() and not line.startswith((" ", "\t"))),
         len(lines),

@@ -95,6 +95,9 @@ def test_a_body_is_put_below_its_head_and_a_whole_function_beside_its_helpers():
     for program in (
         "    return helper(x)\n",
         "return helper(x)\n",
+        "y = helper(x)\n    return y\n",  # without the space at its start
+        "if x:\n        x = helper(x)\n    return x",
+        "for y in [1]:\n    x = helper(x)\nreturn x",
         "\n    return helper(x)\n\nprint('more')\ndef other(): pass\n",
     ):
         scope: dict[str, Any] = {}
