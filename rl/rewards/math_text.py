@@ -138,8 +138,8 @@ def remove_spaces(text: str) -> str:
 
 
 def parse_words(text: str) -> str | None:
-    """Return an answer that consists of words ("east", "(C)") in a canonical spelling, the letter of
-    "(C) 12"; None for a formula.
+    """Return an answer of words ("east", "(C)") in a canonical spelling, the letter of "(C) 12";
+    None for a formula.
     """
     plain = re.sub(TEXT_COMMAND, r" \1 ", text)
     marked = plain != text
