@@ -51,7 +51,8 @@ _NOT_UNITS = {
 # prices.
 _UNMARKED = re.compile(
     r"\$\$?(?!\s)([^$]+)(?<!\s)\$(?!\d)|\$\$?\s([^$]+)\s\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
-    r"|answer(?: is|:)\s*:?\s*((?:(?!answer(?: is|:))[^\n]){1,200}?)\s*(?:\.\s|\.?$|\n)",
+    r"|<answer>\s*((?:(?![a-zA-Z]{2,}\s+[a-zA-Z])[^<])+?)\s*</answer>"  # a formula, no sentence
+    r"|answer(?: is|:)\s*:?\s*(?!\\\[\n)((?:(?!answer(?: is|:))[^\n]){1,200}?)\s*(?:\.\s|\.?$|\n)",
     re.DOTALL | re.IGNORECASE,
 )  # fmt: skip
 _LAST_NUMBER = re.compile(

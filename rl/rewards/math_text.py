@@ -163,7 +163,7 @@ def parse_words(text: str) -> str | None:
 
 def parse_quantity(text: str) -> MathQuantity:
     """Split off a currency sign, a percent sign, and units in words."""
-    text, unit = text.strip(), None
+    text, unit = re.sub(r"°\s*[CF]$", "°", text.strip()), None
     money = re.match(r"([+-]?)\s*([$€£])\s*(?=[\d.\\])", text)
     if money:
         text, unit = money.group(1) + text[money.end() :], _UNIT_OF[money.group(2)]

@@ -72,6 +72,7 @@ x=1, y=2 ⇒ x=1, y=2 ; y=2, x=1 ; 1, 2 ≠ x=2, y=1 ; 2, 1 ; x=1
 # units and degrees
 45 ⇒ 45° ; 45^\circ ; 45^{\circ} ; 45 \text{ degrees} ; 45 degrees ; 45\text{ cm} ; 45 cm ;
     45 square feet ≠ 46° ; 54° ; 45x ; 45' ; 45!
+25 ⇒ 25°C ; 25^\circ F ; 25^\circ\text{C} ≠ 25C ; 26°C
 90^\circ ⇒ 90 ; 90° ; 90^\circ ; 90\text{ degrees} ; 90 degrees ≠ 9 ; 90\% ; \frac{\pi}{3} ; 180
 864 \mbox{ inches}^2 ⇒ 864 ; 864\text{ in}^2 ; 864 \text{ square inches} ; 864 inches^2 ≠ 865 ;
     864 \text{ feet}^2 ; 864\text{ inches}

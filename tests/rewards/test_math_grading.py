@@ -63,6 +63,9 @@ def test_gsm8k_agrees_with_every_judged_pair():
     (r"so $\frac{1}{2}$", "1/2"),
     (r"so $ \frac{1}{2} $.", "1/2"),
     ("thus $$x=5$$ holds", "5"),
+    ("The answer is\n\\[\nx = 5\n\\]", "5"),
+    (r"<answer>\frac{1}{2}</answer>", "1/2"), ("<answer> 1+x </answer>", "x+1"),
+    ("<answer>she has 12 cats</answer>", "12"), ("<answer>12 cm</answer>", "12"),
 ])  # fmt: skip
 def test_an_unmarked_answer_is_the_last_expression(response: str, answer: str):
     reward = resolve_reward("math_correctness")
