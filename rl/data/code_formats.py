@@ -9,7 +9,6 @@ results stay in meta: the model sees only those in its prompt, and its program o
 
 from __future__ import annotations
 
-import ast
 import base64
 import io
 import json
@@ -22,7 +21,7 @@ from typing import Any
 
 from rl.data.row_formats import RowFormat, collect_meta, get_column, make_prompt, read_text
 from rl.data.row_readers import BadRow, Columns
-from rl.sandbox import extract_helpers
+from rl.sandbox import extract_helpers, is_python
 from rl.types import Problem
 
 INSTRUCTION = "\n\nWrite Python, the whole of it in one block between ```python and ```."
@@ -61,7 +60,7 @@ class MBPP(_CodeFormat):
             _texts(columns, "test_imports") if "test_imports" in columns else []
         )
         for test in asserts:
-            if not _is_python(test):
+            if not is_python(test):
                 raise BadRow(f"'test_list' holds what is no Python: {test[:60]!r}")
         tests = {"style": "asserts", "setup": setup, "asserts": asserts, "entry_point": None}
         prompt = (
@@ -96,7 +95,7 @@ class HumanEval(_CodeFormat):
         head, test, name = (read_text(columns, key) for key in ("prompt", "test", "entry_point"))
         if not re.search(rf"^def {re.escape(name)}\b", head, re.MULTILINE):
             raise BadRow(f"'prompt' does not define the function {name!r} of 'entry_point'")
-        if not _is_python(test) or not re.search(r"^def check\b", test, re.MULTILINE):
+        if not is_python(test) or not re.search(r"^def check\b", test, re.MULTILINE):
             raise BadRow("'test' is no Python that defines check(candidate)")
         tests = {
             "style": "asserts",
@@ -300,14 +299,6 @@ class _TextOnly(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("it refers to external data, a text is expected")
-
-
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
 
 
 def _texts(columns: Columns, name: str) -> list[str]:

@@ -36,6 +36,8 @@ _JSON_TYPES: dict[type, frozenset[str]] = {
     dict: frozenset({"object"}),
     list: frozenset({"array"}),
 }
+# as templates of the form <parameter=NAME> write these values
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 NEXT_MESSAGE = re.compile(r"<\|end\|>(?:<\|start\|>assistant)?|<\|start\|>assistant")
 CALL_HEADER = re.compile(r"to=functions\.([^\s<]+)")
 
@@ -217,11 +219,12 @@ def list_parameter_types(tools: Tools, name: str, parameter: str) -> set[str]:
 
 def parse_parameter(tools: Tools, name: str, parameter: str, text: str) -> Any:
     """Return the value of a tool's parameter: the text if it is not JSON, or if it may be a string
-    and is not JSON of another type that the parameter's schema names, else the parsed JSON.
+    and is not JSON of another type that the parameter's schema names, else the parsed JSON. True,
+    False and None are read as JSON's words.
     """
     types = list_parameter_types(tools, name, parameter)
     try:
-        value = json.loads(text)
+        value = json.loads(_PYTHON_WORDS.get(text, text))
     except (ValueError, RecursionError):
         return text
     is_other = _JSON_TYPES.get(type(value), frozenset()) & types

@@ -31,6 +31,8 @@ _LANGUAGE_NAMES = {  # accepted code block tags of each language
     "bash": ("bash", "sh", "shell", ""),
     "javascript": ("javascript", "js", "node", ""),
 }
+# Starter code of LiveCodeBench and APPS names these types without an import, as LeetCode allows.
+_TYPES = "from typing import Any, Dict, List, Optional, Set, Tuple, Union\n"
 _TEST_KEYS = {
     "asserts": ({"asserts"}, {"setup", "entry_point"}),
     "dialogues": ({"cases"}, {"compare"}),
@@ -123,12 +125,13 @@ class CodeTests(_ProgramReward):
     "cases": [[stdin, stdout], ...]}, {"style": "calls", "function": "f", "cases": [[arguments,
     result], ...]}, {"style": "pytest", "files": {name: text}}. Each may also be JSON text.
     meta["head"] is the code before the function's body (HumanEval); its other functions become the
-    tests' setup, unless the tests have a setup. Metrics: correct (every test passes), format (the
+    tests' setup, unless the tests have a setup. With calls, a program may name the types of typing
+    without an import. Metrics: correct (every test passes), format (the
     response contains a program), and for "fraction" tests_passed (the share).
     """
 
     def __call__(self, prompt: str, response: str, meta: Meta = None) -> RewardResult:
-        from rl.sandbox import Asserts, extract_helpers
+        from rl.sandbox import Asserts, Calls, extract_helpers
 
         language = get_language(meta)
         try:
@@ -141,6 +144,8 @@ class CodeTests(_ProgramReward):
             program = None if program is None else complete_program(head, program, name)
             if isinstance(tests, Asserts) and not tests.setup:
                 tests = dataclasses.replace(tests, setup=extract_helpers(head, name))
+        if isinstance(tests, Calls) and program and "from __future__" not in program:
+            program = _TYPES + program
         return self.score_program(program, tests)
 
 
@@ -237,13 +242,17 @@ def complete_program(head: str, program: str, name: str) -> str:
 
     `head` holds the function's signature, with imports and helper functions.
     """
+    from rl.sandbox import is_python
+
     defines = re.compile(rf"^(?:async )?def {re.escape(name)}\b", re.MULTILINE)
     if defines.search(program):
         definition = defines.search(head)
         return f"{head[: definition.start()] if definition else head}\n{program}"
     lines = program.strip("\n").splitlines()
     if lines and not lines[0].startswith((" ", "\t")):
-        lines = ["    " + line for line in lines]
+        whole = ["    " + line for line in lines]
+        # Of an answer without the white space at its start only the first line lacks it.
+        lines = whole if is_python(head + "\n".join(whole)) else [whole[0], *lines[1:]]
     end = next(
         (i for i, line in enumerate(lines) if line.strip() and not line.startswith((" ", "\t"))),
         len(lines),

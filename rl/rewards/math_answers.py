@@ -32,6 +32,8 @@ _SIGNS = re.compile(r"\\(?:pm|mp)(?![a-z])")  # \pm and \mp, not \pmod
 # Separators for `split_top`. A command ends where its letters end: \\in does not begin \\infty.
 _ITEMS = "[,;]"
 _EQUALS = r"(?<![<>!:=])=(?!=)|(?<![a-zA-Z])(?:\\approx|\\equiv)(?![a-zA-Z])"
+_RELATION = re.compile(r"(<=?|>=?|\\(?:[lg]t|[lg]e(?:q(?:slant)?)?)(?![a-zA-Z]))")
+_STRICT = ("<", ">", r"\lt", r"\gt")
 _IN, _UNION = (rf"\\{command}(?![^\W\d_])" for command in ("in", "cup"))
 _NAME = re.compile(
     r"(?:\\?[a-zA-Z]+(?:_(?:\{[^{}]*\}|\w))?'*)(?:\s*\([^()=]*\))?"  # x, \theta, x_{12}, f(x), Area
@@ -88,6 +90,8 @@ def _equal_readings(answer: str, expected: str) -> bool:
 
 def _equal(answer: str, expected: str) -> bool:
     answer, expected = _strip_brackets(answer), _strip_brackets(expected)
+    if not answer:
+        return False
     for synonyms in (_REALS, _EMPTY):
         if re.sub(r"\s", "", expected) in synonyms:
             return re.sub(r"\s", "", answer) in synonyms
@@ -103,8 +107,8 @@ def _equal(answer: str, expected: str) -> bool:
     if expected_words is not None and (answer_words := parse_words(answer)) is not None:
         return expected_words == answer_words
     rules: Sequence[Callable[[str, str], bool | None]] = (
-        _equal_plus_minus, _equal_lists, _equal_membership, _equal_chains, _equal_sequences,
-        _equal_unions, _equal_matrices,
+        _equal_plus_minus, _equal_membership, _equal_intervals, _equal_lists, _equal_chains,
+        _equal_sequences, _equal_unions, _equal_matrices,
     )  # fmt: skip
     for rule in rules:
         verdict = rule(answer, expected)
@@ -214,7 +218,7 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
     sides = [items if is_set or len(items) > 1 else [] for is_set, items in lists]
     if not any(sides):
         return None
-    sides = [sides[0] or [answer], sides[1] or [expected]]
+    sides = [_repeat_name(sides[0] or [answer]), _repeat_name(sides[1] or [expected])]
     if len(sides[0]) != len(sides[1]):
         return False
     names, values = (
@@ -227,6 +231,14 @@ def _equal_lists(answer: str, expected: str) -> bool | None:
     ):
         return all(map(_equal_readings, *values))
     return _same_items(*sides)
+
+
+def _repeat_name(items: list[str]) -> list[str]:
+    """Return x = 1, x = 2 for x = 1, 2; other items unchanged."""
+    name = _split_assignment(items[0])[0]
+    if not name or any(re.search("[=<>]", item) for item in items[1:]):
+        return items
+    return [items[0], *(f"{name}={item}" for item in items[1:])]
 
 
 def _same_items(answer_items: Sequence[str], expected_items: Sequence[str]) -> bool:
@@ -251,6 +263,37 @@ def _equal_membership(answer: str, expected: str) -> bool | None:
     if len({remove_spaces(side[0]) for side in sides if len(side) == 2}) > 1:
         return False
     return _equal(sides[0][-1], sides[1][-1])
+
+
+def _equal_intervals(answer: str, expected: str) -> bool | None:
+    """Compare an inequality with an interval: 1 < x \\le 3 and (1, 3]."""
+    sides = [_convert_inequalities(text) for text in (answer, expected)]
+    if (sides[0] is None) == (sides[1] is None):
+        return None
+    return _equal(sides[0] or answer, sides[1] or expected)
+
+
+def _convert_inequalities(text: str) -> str | None:
+    """Return x < 1 or x > 3 as a union of intervals; None for any other text."""
+    intervals = []
+    for item in _split_items(text):
+        members = [member.strip() for member in _RELATION.split(item)]
+        if len({relation[0] == ">" or relation[1:2] == "g" for relation in members[1::2]}) != 1:
+            return None
+        if members[1][0] == ">" or members[1][1:2] == "g":
+            members.reverse()
+        match members:
+            case [low, first, name, second, high] if is_name(name):
+                pass
+            case [name, second, high] if is_name(name) and not is_name(high):
+                low, first = r"-\infty", "<"
+            case [low, first, name] if is_name(name) and not is_name(low):
+                second, high = "<", r"\infty"
+            case _:
+                return None
+        brackets = ["()"[i] if r in _STRICT else "[]"[i] for i, r in enumerate((first, second))]
+        intervals.append(f"{brackets[0]}{low},{high}{brackets[1]}")
+    return r"\cup".join(intervals) or None
 
 
 def is_name(text: str) -> bool:
@@ -345,7 +388,7 @@ def _parse_matrix(text: str) -> list[list[str]] | None:
     match = _MATRIX.fullmatch(text.strip())
     if match is None or match.group(1) in ("vmatrix", "Vmatrix"):
         return None
-    rows = re.split(r"\\\\", match.group(2))
+    rows = re.split(r"\\\\(?:\s*\[[\d.]*(?:pt|em|ex|mm|cm)\])?", match.group(2))
     return [row.replace(r"\phantom", "").split("&") for row in rows if row.strip()]
 
 

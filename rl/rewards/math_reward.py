@@ -17,6 +17,7 @@ from rl.rewards.math_text import (
     TEXT_COMMAND,
     FormulaTooLargeError,
     evaluate_arithmetic,
+    join_thousands,
     normalize_spelling,
     parse_exact_number,
 )
@@ -50,7 +51,8 @@ _NOT_UNITS = {
 # prices.
 _UNMARKED = re.compile(
     r"\$\$?(?!\s)([^$]+)(?<!\s)\$(?!\d)|\$\$?\s([^$]+)\s\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
-    r"|answer(?: is|:)\s*:?\s*((?:(?!answer(?: is|:))[^\n]){1,200}?)\s*(?:\.\s|\.?$|\n)",
+    r"|<answer>\s*((?:(?![a-zA-Z]{2,}\s+[a-zA-Z])[^<])+?)\s*</answer>"  # a formula, no sentence
+    r"|answer(?: is|:)\s*:?\s*(?!\\\[\n)((?:(?!answer(?: is|:))[^\n]){1,200}?)\s*(?:\.\s|\.?$|\n)",
     re.DOTALL | re.IGNORECASE,
 )  # fmt: skip
 _LAST_NUMBER = re.compile(
@@ -134,7 +136,7 @@ def parse_number(text: str) -> Fraction | None:
     text = remove_emphasis(text)
     *members, text = re.sub(r"\\approx|≈", "=", normalize_spelling(text)).split("=")
     text = (
-        re.sub(TEXT_COMMAND, r" \1 ", text)
+        re.sub(TEXT_COMMAND, r" \1 ", join_thousands(text))
         .replace("°", " ")
         .replace("%", " ")
         .replace("$", "")

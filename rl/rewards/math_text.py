@@ -29,15 +29,18 @@ _SPACES = re.compile(
 _DEGREES = re.compile(
     r"\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|\\degrees?(?![a-zA-Z])|\\text\s*\{\s*degrees?\s*\}"
 )
-_THOUSANDS = re.compile(r"(?<![\d.,])([1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+))(?![\d,])")
+_THOUSANDS = re.compile(r"(?<![\d.,])([1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+))(?!\d|,\d)")
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp"
 _PLAIN_FUNCTION = re.compile(rf"(?<![a-zA-Z\\])({_FUNCTIONS})(?=\s*[(\d])")
 _PLAIN_ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
 _PLAIN_NAME = re.compile(r"(?<![a-zA-Z\\])(pi|infinity|inf)(?![a-zA-Z])")
 TEXT_COMMAND = (
-    r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname|rm)\s*\{([^{}]*)\}"
+    r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|boldsymbol|underline|mbox|operatorname|rm)"
+    r"\s*\{([^{}]*)\}"
 )
 
+# a choice and its value, as the solutions of contests write it: (C) 12
+_LABELLED_CHOICE = re.compile(r"\s*\(([A-Z])\)\s+-?[\d\\$.](?:(?!\([A-Z]\)).)*", re.DOTALL)
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _SIGNED = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)"
 _DECIMAL = re.compile(_SIGNED)
@@ -64,7 +67,7 @@ _UNITS = {
     "h": "h hr hrs hour hours", "day": "day days", "week": "week weeks", "month": "month months",
     "year": "yr yrs year years", "°": "° deg degree degrees", "rad": "rad rads radian radians",
     "dollar": "$ dollar dollars usd", "euro": "€ euro euros eur", "cent": "cent cents",
-    "l": "l liter liters litre litres", "ml": "ml milliliter milliliters", "mph": "mph",
+    "l": "l liter liters litre litres", "ml": "ml milliliter milliliters", "mi/h": "mph",
     "unit": "unit units",
 }  # fmt: skip
 _UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in words.split()}
@@ -135,11 +138,13 @@ def remove_spaces(text: str) -> str:
 
 
 def parse_words(text: str) -> str | None:
-    """Return an answer that consists of words ("east", "(C)") in a canonical spelling; None for a
-    formula.
+    """Return an answer of words ("east", "(C)") in a canonical spelling, the letter of "(C) 12";
+    None for a formula.
     """
     plain = re.sub(TEXT_COMMAND, r" \1 ", text)
     marked = plain != text
+    if (choice := _LABELLED_CHOICE.fullmatch(plain)) is not None:
+        return choice[1]
     plain = re.sub(r"^[\s(]+|[\s).]+$", "", plain)
     if re.match(r"[+-]?[\d.,/]+(?:\s|$)", plain):  # a number and its unit
         return None
@@ -158,7 +163,7 @@ def parse_words(text: str) -> str | None:
 
 def parse_quantity(text: str) -> MathQuantity:
     """Split off a currency sign, a percent sign, and units in words."""
-    text, unit = text.strip(), None
+    text, unit = re.sub(r"°\s*[CF]$", "°", text.strip()), None
     money = re.match(r"([+-]?)\s*([$€£])\s*(?=[\d.\\])", text)
     if money:
         text, unit = money.group(1) + text[money.end() :], _UNIT_OF[money.group(2)]

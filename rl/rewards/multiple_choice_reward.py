@@ -6,6 +6,7 @@ import re
 
 from rl.errors import UserError
 from rl.rewards.math_reward import extract_boxed_answer
+from rl.rewards.math_text import TEXT_COMMAND
 from rl.rewards.reward_calls import Meta, RewardResult
 from rl.rewards.reward_registry import register_reward
 from rl.rewards.text import expected_answer
@@ -16,7 +17,6 @@ _MARK = re.compile(
     r"|(?P<box>\\(?:boxed|fbox)\s*\{)|####",
     re.IGNORECASE,
 )
-_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _FORMULA_MARK = re.compile(r"\\[()\[\]]")  # \(B\) and \[B\] are read as $B$
 _CHOICE = re.compile(r"[(\[]?([A-Za-z])[)\].:]*")
 _LABELLED = re.compile(r"(?:\(([A-Z])\)|\[([A-Z])\]|([A-Z])[).:])\s*(\S.*)")
@@ -43,7 +43,7 @@ def parse_choice(text: str, choices: int, *, is_marked: bool = False) -> str | N
     the choice: "B", "(b)", "B) 12 m". "A or B" and "A, B" name no single letter. A marked text may
     also be "option B", "B (12 m)", "B - 12 m" or "B, because ...", if it names no other letter.
     """
-    text = _WRAPPER.sub(r"\1", _FORMULA_MARK.sub("$", text[:_MAX_TEXT]))
+    text = re.sub(TEXT_COMMAND, r"\1", _FORMULA_MARK.sub("$", text[:_MAX_TEXT]))
     text = text.strip().strip("$*_`\"' ").strip()
     text = text.removesuffix(".").strip("$*_`\"' ")
     if is_marked and (noun := _NOUN.match(text)) is not None:

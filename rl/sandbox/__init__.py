@@ -13,6 +13,7 @@ from rl.sandbox.sandbox_types import (
     StdinStdoutTests,
     Tests,
     extract_helpers,
+    is_python,
 )
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "Tests",
     "SessionTurn",
     "extract_helpers",
+    "is_python",
 ]

@@ -145,6 +145,15 @@ def extract_helpers(head: str, entry_point: str) -> str:
     return "".join(parts)
 
 
+def is_python(text: str) -> bool:
+    """Return whether a text is a Python program."""
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
 def _parse_head(head: str) -> ast.Module:
     """Parse `head`, the last function of which may lack a body. Return an empty module if `head` is
     not valid Python.

@@ -153,6 +153,7 @@ def test_a_row_with_a_prompt_is_no_multiple_choice(tmp_path: Path):
         ("Answer: Choice (B)", "B"), ("The answer is B, because 4 is even.", "B"),
         ("Answer: B \u2014 12 m", "B"), ("Answer: B because of x", "B"),
         ("\\boxed{\\text{B (12 m)}}", "B"), ("Answer: **Option B**", "B"),
+        ("\\boxed{\\textrm{B}}", "B"),
         ("Answer: \\(B\\)", "B"), ("Answer: \\(\\text{B}\\).", "B"),
         ("The answer is \\[B\\]", "B"),
         # not a single letter

@@ -259,7 +259,8 @@ def test_calls_by_parts_are_read_by_their_types():
     ({"anyOf": [{"type": "number"}, {"type": "null"}]}, "7", 7),
     ({"anyOf": [True, {"type": "number"}]}, "7", 7),
     ({"anyOf": [{"$ref": "#/$defs/Point"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
-    (None, "7", "7"),
+    ({"type": "boolean"}, "False", False), ({"type": ["integer", "null"]}, "None", None),
+    ({"type": "string"}, "True", "True"), (None, "7", "7"),
 ])  # fmt: skip
 def test_a_parameter_that_may_be_a_text_stays_a_text(schema, text, value):
     properties = None if schema is None else {"p": schema}

@@ -16,7 +16,7 @@ _PAIRS = r"""
     5=4 ; x = 4 = 5 ; x=5=4 ; 2x = 5 ; x^2 = 5 ; x \ne 5 ; x > 5 ; 5 = 6 = 5 ; x = y + 5 ;
     2 + 2 = 5 ; x = -5
 18 ⇒ 18 = x ; x = 18 ; 18 ≠ 18 = 19 ; x = 81 ; 18x
-x=18 ⇒ x = 18 ; 18 = x ; 18 ; x=\frac{36}{2} ≠ y=18 ; x=17 ; 17 ; x^2=18
+x=18 ⇒ x = 18 ; 18 = x ; 18 ; x=\frac{36}{2} ≠ y=18 ; x=17 ; 17 ; x^2=18 ; , ; ()
 y = 2x + 3 ⇒ y=2x+3 ; 2x+3 ; y = 3 + 2x ; 2x - y + 3 = 0 ; 2x+3 = y ≠ y=2x-3 ; 2x ; y=2x ; 3
 5x - 7y + 11z + 4 = 0 ⇒ -5x+7y-11z-4=0 ; 5x-7y+11z=-4 ; 10x-14y+22z+8=0 ≠ 5x-7y+11z-4=0 ;
     5x-7y+11z+4
@@ -32,6 +32,17 @@ a_n ⇒ a_n ; a_{n} ≠ a_m ; a ; n
     x = 1 \text{ or } x = 2 ≠ (1,2) ; [1,2] ; 1 ; 1,2,3 ; 1,3 ; 12 ; 1.2 ; (2,1) ; 1,1
 (1,2) ⇒ (1,2) ; \left(1, 2\right) ; (1, \frac{4}{2}) ; (1; 2) ; (x,y) = (1,2) ≠ 1,2 ; (2,1) ;
     [1,2] ; (1,2] ; \{1,2\} ; (1,2,3) ; (1)
+1,2 ⇒ x = 2, 1 ; x=2 or 1 ≠ x = 2, 3
+x = 2, 3 ⇒ 3, 2 ; x = 3, 2 ; x=3, x=2 ≠ y = 2, 3 ; x=2, y=3
+x=2 \text{ or } x=3 ⇒ x\in\{2,3\} ; x \in \{3, 2\} ≠ x\in\{2,4\}
+1000, 2000 ⇒ 1,000, 2,000 ; 2,000, 1,000 ≠ 1,000, 2,001
+(1000,2) ⇒ (1,000, 2) ; (1{,}000, 2) ≠ (1,000, 3) ; (1, 0, 2)
+(2,3] ⇒ 2 < x \le 3 ; 2<x\leq 3 ; 3 \geqslant x > 2 ; 2<x<=3 ; 2 < x ≤ 3 ≠ 2 < x < 3 ;
+    2\le x<3 ; x\le 3 ; 2 > x \ge 3
+[0,\infty) ⇒ x \geq 0 ; 0 \le x ≠ x > 0 ; x \le 0 ; |x| \ge 0
+(-\infty,1) \cup (3,\infty) ⇒ x<1 \text{ or } x>3 ; x > 3 or x < 1 ≠ x<1 ;
+    x\le 1 \text{ or } x>3
+(a,b) ⇒ a<x<b ≠ a\le x<b
 [1,2] ⇒ [1,2] ; \left[1,2\right] ; x \in [1,2] ; x\in[1, 2] ≠ (1,2) ; [1,2) ; (1,2] ; [2,1] ; 1,2 ;
     \{1,2\}
 (-\infty, 2) \cup (3, \infty) ⇒ (-\infty,2)\cup(3,\infty) ; (3,\infty) \cup (-\infty,2) ;
@@ -61,6 +72,7 @@ x=1, y=2 ⇒ x=1, y=2 ; y=2, x=1 ; 1, 2 ≠ x=2, y=1 ; 2, 1 ; x=1
 # units and degrees
 45 ⇒ 45° ; 45^\circ ; 45^{\circ} ; 45 \text{ degrees} ; 45 degrees ; 45\text{ cm} ; 45 cm ;
     45 square feet ≠ 46° ; 54° ; 45x ; 45' ; 45!
+25 ⇒ 25°C ; 25^\circ F ; 25^\circ\text{C} ≠ 25C ; 26°C
 90^\circ ⇒ 90 ; 90° ; 90^\circ ; 90\text{ degrees} ; 90 degrees ≠ 9 ; 90\% ; \frac{\pi}{3} ; 180
 864 \mbox{ inches}^2 ⇒ 864 ; 864\text{ in}^2 ; 864 \text{ square inches} ; 864 inches^2 ≠ 865 ;
     864 \text{ feet}^2 ; 864\text{ inches}
@@ -75,6 +87,7 @@ x=1, y=2 ⇒ x=1, y=2 ; y=2, x=1 ; 1, 2 ≠ x=2, y=1 ; 2, 1 ; x=1
 5400000 ⇒ 5.4 million ; 5.4\text{ million} ; 5.4 \times 10^6 ≠ 5.4 ; 5.4 billion
 \frac{270}7\text{ degrees} ⇒ \frac{270}{7} ; \frac{270}{7}^\circ ; 270/7 ≠ \frac{27}{7} ; 38.57
 40\text{ min} ⇒ 40 ; 40 minutes ; 40\text{ min} ≠ 40 hours ; 4
+60 \text{ mph} ⇒ 60 miles per hour ; 60\text{ miles/hour} ≠ 60 km/h
 7 days ⇒ 7 ; 7\text{ days} ≠ 8 days ; 7 weeks
 # scientific notation
 1200 ⇒ 1.2e3 ; 1.2E3 ; 1.2\times10^3 ; 1.2 \times 10^{3} ; 1.2\cdot 10^3 ; 12e2 ; 1,200 ; 1200.0 ;
@@ -145,7 +158,8 @@ e^2 ⇒ e^{2} ; e \cdot e ; \exp(2) ≠ 7.389 ; 2e ; e^3
     \begin{vmatrix}1&0\\0&3\end{vmatrix} ; 3 ; (1,0,0,3)
 \begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix} ⇒
     \begin{pmatrix} -\frac13 \\ \frac23 \\ \frac53 \end{pmatrix} ;
-    \begin{bmatrix}-1/3\\2/3\\5/3\end{bmatrix}
+    \begin{bmatrix}-1/3\\2/3\\5/3\end{bmatrix} ;
+    \begin{pmatrix} -\frac13 \\[4pt] \frac23 \\[0.3em] \frac53 \end{pmatrix}
     ≠ \begin{pmatrix} -0.333 \\ 0.667 \\ 1.667 \end{pmatrix} ;
     \begin{pmatrix} -1/3 & 2/3 & 5/3 \end{pmatrix} ; \begin{pmatrix} 1/3 \\ 2/3 \\ 5/3 \end{pmatrix}
 \left[\begin{array}{cc}1&2\\3&2+2\end{array}\right] ⇒
@@ -157,14 +171,16 @@ e^2 ⇒ e^{2} ; e \cdot e ; \exp(2) ≠ 7.389 ; 2e ; e^3
 ABC ⇒ ABC ; \text{ABC} ≠ BAC ; ACB ; AB
 \angle ABC ⇒ \angle ABC ; \angle CBA ≠ \angle ACB ; \angle ABD
 \text{(C)} ⇒ C ; (C) ; \text{C} ; \text{(C)} ; \textbf{(C)} ; (\text{C}) ≠ B ; \text{(B)} ; D ; CC
+\text{(C)} ⇒ \textbf{(C)}\ 12 ; (C) 12 ; \textbf{(C) }\frac{1}{2} ≠ \textbf{(B)}\ 12 ; 12 ; (C) 12 (B) 3
+\textbf{(C)}\ 12 ⇒ C ; \text{(C)} ; (C)~12 ≠ B ; (B) 12 ; 13
 \text{Evelyn} ⇒ Evelyn ; evelyn ; \text{Evelyn} ≠ Eve ; Evelyn and Bob ; Bob
 even ⇒ \text{even} ; Even ≠ odd ; neve ; event
 \text{Yes} ⇒ yes ; Yes ≠ no ; y
 A ⇒ A ≠ a ; B
 ellipse ⇒ \text{ellipse} ; \text{Ellipse} ≠ circle ; \text{parabola}
 # signs, factorials, products
-5 ⇒ +5 ; (5) ; {5} ; --5 ; |5| ; 5. ; $5$ ; \(5\) ≠ \pm 5 ; 5x ; 5! ; -5 ; 5i ; 5e ; 5\pi ; 55 ;
-    \sqrt{5} ; 5^2 ; 1/5 ; 5a ; 5,5 ; <empty>
+5 ⇒ +5 ; (5) ; \boldsymbol{5} ; \underline{5} ; {5} ; --5 ; |5| ; 5. ; $5$ ; \(5\) ≠ \pm 5 ; 5x ; 5! ;
+    -5 ; 5i ; 5e ; 5\pi ; 55 ; \sqrt{5} ; 5^2 ; 1/5 ; 5a ; 5,5 ; <empty>
 \pm 5 ⇒ \pm 5 ; \pm5 ; 5, -5 ; -5, 5 ; \{-5,5\} ; x = \pm 5 ; x=5, x=-5 ≠ 5 ; -5 ; \pm 4 ; (5,-5) ;
     0
 1 \pm \sqrt{19} ⇒ 1+\sqrt{19}, 1-\sqrt{19} ; 1-\sqrt{19},1+\sqrt{19} ; 1\pm\sqrt{19} ; 1\mp\sqrt{19}
@@ -173,7 +189,7 @@ ellipse ⇒ \text{ellipse} ; \text{Ellipse} ≠ circle ; \text{parabola}
 6xy ⇒ 6yx ; 2x \cdot 3y ; 6 x y ; 6\cdot x\cdot y ≠ 6x ; 6x+y ; 6x^y ; 6xyz
 2x ⇒ 2 \cdot x ; x+x ; x2 ; 2*x ; x*2 ≠ x^2 ; 2 ; x ; 2+x ; 2y
 -5 ⇒ -5 ; − 5 ; -(5) ; -\frac{10}{2} ≠ 5 ; +5 ; \pm 5 ; 5-
-x>3 ⇒ 3<x ; x > 3 ≠ x<3 ; x\ge 3 ; 3 ; x=3
+x>3 ⇒ 3<x ; x > 3 ; (3,\infty) ≠ [3,\infty) ; x<3 ; x\ge 3 ; 3 ; x=3
 10 ⇒ \binom{5}{2} ; \binom{5}{3} ; \frac{5!}{3!2!} ; 2*5 ; (2)(5) ; 2(5) ; (2)5 ; 20(\frac{1}{2})
     ≠ 7 ; 3(5) ; \binom{5}{1} ; 25 ; 2,5 ; 1 0
 1,000,000 ⇒ 10^6 ; 1000000 ≠ 1 ; 1,0,0
@@ -194,8 +210,8 @@ _NUMBERS = r"""
 0 ⇒ -0 ≠ x
 72 ⇒ Tom and Ann have 72 apples ; The two-day total is 72 ; [72] ; **72** ; **$72** ; `72` ;
     the day/night total: 72 ; 72 cats and dogs ≠ 71 cats
-1200 ⇒ 1,200 ; 1200.00 ; 1.2e3 ; 1.2\times10^3 ; 1{,}200 ; $1,200 per week ; 1200 km/h ≠ 12,00 ;
-    1.2 ; 120 ; 1200x ; 1.2e4
+1200 ⇒ 1,200 ; 1\,200 ; 1 200 dollars ; \$1~200 ; \boldsymbol{1200} ; 1200.00 ; 1.2e3 ;
+    1.2\times10^3 ; 1{,}200 ; $1,200 per week ; 1200 km/h ≠ 12,00 ; 1 20 0 ; 12 00 ; 1.2 ; 120 ; 1200x ; 1.2e4
 24 ⇒ 24 cm^2 ; 24\text{ cm}^2 ; 24 \text{ m}^{3} ; 24 m² ; 24 square feet ; 24ft^2. ≠ 24x^2 ;
     24 y^{2} ; 24^2 ; 24\pi^2 ; 24 cm^4 ; 2 cm^2 ; 24ab^2 ; 24 dx^2
 -3 ⇒ -3 ; −3 ; -\$3 ; -$3 ; $-3 ; -3.0 ≠ 3 ; --3 ; -3x ; \pm 3

@@ -95,6 +95,9 @@ def test_a_body_is_put_below_its_head_and_a_whole_function_beside_its_helpers():
     for program in (
         "    return helper(x)\n",
         "return helper(x)\n",
+        "y = helper(x)\n    return y\n",  # without the space at its start
+        "if x:\n        x = helper(x)\n    return x",
+        "for y in [1]:\n    x = helper(x)\nreturn x",
         "\n    return helper(x)\n\nprint('more')\ndef other(): pass\n",
     ):
         scope: dict[str, Any] = {}
@@ -176,6 +179,15 @@ def test_what_programs_earn(scorers: Any):
     ]
     (failed,) = scorers().score_many([("", texts[0], {"answer": "3"})])
     assert failed.reward is None and "problem has no tests" in str(failed.error)
+
+
+def test_a_program_may_begin_with_starter_code_that_names_types(scorers: Any):
+    starter = "class Solution:\n    def f(self, a: List[int]) -> Optional[int]:\n        return "
+    meta = {"tests": {"style": "calls", "function": "f", "cases": [[[[1, 2]], 3]]}}
+    later = f"from __future__ import annotations\n{starter}sum(a)"
+    programs = [starter + "sum(a)", starter + "a[0]", later]
+    scores = scorers().score_many([("", fence_program(text), meta) for text in programs])
+    assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
 
 
 def test_what_is_printed_is_compared_but_for_space_at_the_ends(scorers: Any):

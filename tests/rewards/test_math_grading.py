@@ -22,6 +22,14 @@ def test_math_correctness_agrees_with_every_judged_pair():
     assert differ == []
 
 
+@pytest.mark.parametrize("answer", ["", ",", "()"])
+def test_an_empty_answer_is_wrong_without_giving_up(answer):
+    reward = resolve_reward("math_correctness")
+    for expected in ("5", "x=18", "1,2", "(1,2]"):
+        result = reward.evaluate("", f"Hm. \\boxed{{{answer} }}", {"answer": expected})
+        assert result.reward == result.metrics["gave_up"] == 0.0
+
+
 def test_gsm8k_agrees_with_every_judged_pair():
     reward = resolve_reward("gsm8k")
     differ = [
@@ -55,6 +63,9 @@ def test_gsm8k_agrees_with_every_judged_pair():
     (r"so $\frac{1}{2}$", "1/2"),
     (r"so $ \frac{1}{2} $.", "1/2"),
     ("thus $$x=5$$ holds", "5"),
+    ("The answer is\n\\[\nx = 5\n\\]", "5"),
+    (r"<answer>\frac{1}{2}</answer>", "1/2"), ("<answer> 1+x </answer>", "x+1"),
+    ("<answer>she has 12 cats</answer>", "12"), ("<answer>12 cm</answer>", "12"),
 ])  # fmt: skip
 def test_an_unmarked_answer_is_the_last_expression(response: str, answer: str):
     reward = resolve_reward("math_correctness")
