@@ -310,7 +310,8 @@ class BlockManager:
         """
         place = self.rows["length"] // self.block_size
         rows = np.flatnonzero(place < self.rows["num_blocks"])
-        return rows, self.tables[rows, place[rows]], place[rows]
+        places = place[rows]
+        return rows, self.tables.take(rows * self.tables.shape[1] + places), places
 
     def _count_new_blocks(self, counts: np.ndarray | int) -> np.ndarray:
         """Return the blocks that each row lacks for `counts` more positions, [R]."""
@@ -343,19 +344,21 @@ class BlockManager:
         start = self.rows["length"][rows] % self.block_size
         special = (pool.ref_counts[blocks] > 1) | (pool.hashed_positions[blocks] > start)
         special &= counts[rows] > 0
-        columns = (column[special].tolist() for column in (rows, blocks, places, start))
-        for row, block, place, first in zip(*columns, strict=True):
+        for i in np.flatnonzero(special).tolist():
+            row, block, place, first = (int(column[i]) for column in (rows, blocks, places, start))
             if pool.ref_counts[block] > 1:
                 target = self.tables[row, place] = pool.allocate()
                 copies.append((block, target))
                 pool.release([block])
             elif pool.hashed_positions[block] > first:
                 pool.forget(block, first)  # these positions are written again
-        new, held = self._count_new_blocks(counts), self.rows["num_blocks"].copy()
-        self._widen(int((held + new).max(initial=0)))
-        growing = np.repeat(np.arange(len(new)), new)
-        self.tables[growing, held[growing] + index_in_row(growing)] = self._allocate(len(growing))
-        self.rows["num_blocks"] += new
+        if (new := self._count_new_blocks(counts)).any():
+            held = self.rows["num_blocks"]
+            self._widen(int((held + new).max()))
+            growing = np.repeat(np.arange(len(new)), new)
+            places = held[growing] + index_in_row(growing)
+            self.tables[growing, places] = self._allocate(len(growing))
+            self.rows["num_blocks"] += new
         self.rows["length"] += counts
         return copies
 
@@ -380,8 +383,9 @@ class BlockManager:
                 prompt.block_table = blocks[: self.num_blocks_for(prompt.length)]
                 self.pool.share(prompt.block_table)
             self.pool.release(blocks)
-        self.rows = self.rows[source]
-        self.tables = self.tables[source, : self.rows["num_blocks"].max(initial=0)]
+        # `take` is several times as fast as an index of rows
+        self.rows = self.rows.take(source)
+        self.tables = self.tables[:, : self.rows["num_blocks"].max(initial=0)].take(source, 0)
 
     def retain_prompts(self, source: np.ndarray) -> None:
         """Keep only the prompts of `source`, in that order. The others have no rows."""
@@ -410,16 +414,16 @@ class BlockManager:
         """
         shared = self.count_shared()
         rows, width = np.flatnonzero(shared), int(shared.max(initial=0))
-        last = self.tables[rows, shared[rows] - 1]
+        last = self.tables.take(rows * self.tables.shape[1] + shared[rows] - 1)
         # the first row with each last block
         leader_of = np.empty(len(self.pool.ref_counts), np.int64)
         leader_of[last[::-1]] = rows[::-1]
         leader = leader_of[last]
         # a resumed row may have other blocks before an equal one
-        differs = self.tables[rows, :width] != self.tables[leader, :width]
+        differs = self.tables[:, :width].take(rows, 0) != self.tables[:, :width].take(leader, 0)
         alike = ~(differs & (np.arange(width) < shared[rows, None])).any(1)
         several = np.bincount(leader[alike], minlength=len(shared)) > 1
         alike &= several[leader]
         group, members = np.full(len(shared), -1), rows[alike]
         group[members] = (np.cumsum(several) - 1)[leader[alike]]
-        return group, np.where(group >= 0, shared, 0)
+        return group, shared * (group >= 0)
