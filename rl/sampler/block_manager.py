@@ -122,11 +122,13 @@ class BlockPool:
         """Return the block that contains this chunk; None if there is none."""
         return self._block_of.get(chunk)
 
-    def add_chunk(self, chunk: bytes, block: int, end: int) -> None:
-        """Let a block be found by a new chunk, which ends at its position `end`."""
-        self._block_of[chunk] = block
-        self._chunks.setdefault(block, []).append((chunk, end))
-        self.hashed_positions[block] = max(self.hashed_positions[block], end)
+    def add_chunks(self, block: int, chunks: list[tuple[bytes, int]]) -> None:
+        """Let a block be found by new chunks, each with the position in the block that it ends at,
+        ascending.
+        """
+        self._block_of.update((chunk, block) for chunk, _ in chunks)
+        self._chunks.setdefault(block, []).extend(chunks)
+        self.hashed_positions[block] = max(self.hashed_positions[block], chunks[-1][1])
 
     def forget(self, block: int, start: int = 0) -> None:
         """Remove the chunks of a block that end after its position `start`."""
@@ -250,12 +252,11 @@ class BlockManager:
 
         `experts` [positions, B * K]: of all its positions, if recorded.
         """
-        per_block, pool = self.block_size // self.chunk_size, self.pool
-        for i, chunk in enumerate(hashes):
-            if pool.find(chunk) is None:
-                pool.add_chunk(
-                    chunk, block_table[i // per_block], (i % per_block + 1) * self.chunk_size
-                )
+        per_block, pool, size = self.block_size // self.chunk_size, self.pool, self.chunk_size
+        for i, block in enumerate(block_table):
+            chunks = enumerate(hashes[i * per_block : (i + 1) * per_block], 1)
+            if new := [(chunk, n * size) for n, chunk in chunks if pool.find(chunk) is None]:
+                pool.add_chunks(block, new)
         if experts is None:
             return
         for i, block in enumerate(block_table):
@@ -310,7 +311,8 @@ class BlockManager:
         """
         place = self.rows["length"] // self.block_size
         rows = np.flatnonzero(place < self.rows["num_blocks"])
-        return rows, self.tables[rows, place[rows]], place[rows]
+        places = place[rows]
+        return rows, self.tables.take(rows * self.tables.shape[1] + places), places
 
     def _count_new_blocks(self, counts: np.ndarray | int) -> np.ndarray:
         """Return the blocks that each row lacks for `counts` more positions, [R]."""
@@ -343,19 +345,21 @@ class BlockManager:
         start = self.rows["length"][rows] % self.block_size
         special = (pool.ref_counts[blocks] > 1) | (pool.hashed_positions[blocks] > start)
         special &= counts[rows] > 0
-        columns = (column[special].tolist() for column in (rows, blocks, places, start))
-        for row, block, place, first in zip(*columns, strict=True):
+        for i in np.flatnonzero(special).tolist():
+            row, block, place, first = (int(column[i]) for column in (rows, blocks, places, start))
             if pool.ref_counts[block] > 1:
                 target = self.tables[row, place] = pool.allocate()
                 copies.append((block, target))
                 pool.release([block])
             elif pool.hashed_positions[block] > first:
                 pool.forget(block, first)  # these positions are written again
-        new, held = self._count_new_blocks(counts), self.rows["num_blocks"].copy()
-        self._widen(int((held + new).max(initial=0)))
-        growing = np.repeat(np.arange(len(new)), new)
-        self.tables[growing, held[growing] + index_in_row(growing)] = self._allocate(len(growing))
-        self.rows["num_blocks"] += new
+        if (new := self._count_new_blocks(counts)).any():
+            held = self.rows["num_blocks"]
+            self._widen(int((held + new).max()))
+            growing = np.repeat(np.arange(len(new)), new)
+            places = held[growing] + index_in_row(growing)
+            self.tables[growing, places] = self._allocate(len(growing))
+            self.rows["num_blocks"] += new
         self.rows["length"] += counts
         return copies
 
@@ -380,8 +384,9 @@ class BlockManager:
                 prompt.block_table = blocks[: self.num_blocks_for(prompt.length)]
                 self.pool.share(prompt.block_table)
             self.pool.release(blocks)
-        self.rows = self.rows[source]
-        self.tables = self.tables[source, : self.rows["num_blocks"].max(initial=0)]
+        # `take` is several times as fast as an index of rows
+        self.rows = self.rows.take(source)
+        self.tables = self.tables[:, : self.rows["num_blocks"].max(initial=0)].take(source, 0)
 
     def retain_prompts(self, source: np.ndarray) -> None:
         """Keep only the prompts of `source`, in that order. The others have no rows."""
@@ -409,17 +414,20 @@ class BlockManager:
         Attention reads these blocks once for the whole group.
         """
         shared = self.count_shared()
-        rows, width = np.flatnonzero(shared), int(shared.max(initial=0))
-        last = self.tables[rows, shared[rows] - 1]
-        # the first row with each last block
+        group, rows = np.full(len(shared), -1), np.flatnonzero(shared)
+        if not len(rows):
+            return group, shared
+        counts, index = shared[rows], np.arange(len(rows))
+        tables = self.tables.take(rows, 0)[:, : counts.max()]
+        last = tables[index, counts - 1]
+        # the first of `rows` with each last block
         leader_of = np.empty(len(self.pool.ref_counts), np.int64)
-        leader_of[last[::-1]] = rows[::-1]
+        leader_of[last[::-1]] = index[::-1]
         leader = leader_of[last]
         # a resumed row may have other blocks before an equal one
-        differs = self.tables[rows, :width] != self.tables[leader, :width]
-        alike = ~(differs & (np.arange(width) < shared[rows, None])).any(1)
-        several = np.bincount(leader[alike], minlength=len(shared)) > 1
+        differs = tables != tables.take(leader, 0)
+        alike = ~(differs & (np.arange(tables.shape[1]) < counts[:, None])).any(1)
+        several = np.bincount(leader[alike], minlength=len(rows)) > 1
         alike &= several[leader]
-        group, members = np.full(len(shared), -1), rows[alike]
-        group[members] = (np.cumsum(several) - 1)[leader[alike]]
-        return group, np.where(group >= 0, shared, 0)
+        group[rows[alike]] = (np.cumsum(several) - 1)[leader[alike]]
+        return group, shared * (group >= 0)

@@ -34,34 +34,31 @@ def split_block_tables(
     holds the positions of each row, `group` and `shared` [N] are `BlockManager.shared_prefixes`.
     """
     count, width = tables.shape
-    skip = np.zeros(rows, np.int64)
+    skip, by_row, leaders = (np.zeros(size, np.int64) for size in (rows, rows, groups))
     skip[:count] = shared * block_size
-    shares = skip > 0
-    members = np.flatnonzero(shares)
-    leaders = np.zeros(groups, np.int64)
-    leaders[group[members]] = members
-    table = np.zeros((rows, width), np.int32)
+    shares, members = skip > 0, np.flatnonzero(shared)
+    by_row[members] = group_of_member = group[members]
+    leaders[group_of_member] = members
+    table, length = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
     table[:count] = private_tables(tables, shared)
-    length = np.ones(rows, np.int32)
     length[:count] = lengths - skip[:count]
-    by_row = np.zeros(rows, np.int64)
-    by_row[members] = group[members]
     order = np.argsort(np.where(shares, by_row, groups), kind="stable")
     place = np.empty(rows, np.int64)
     place[order] = np.arange(rows)
-    sizes = np.bincount(by_row[members], minlength=groups)
-    shared_table = np.where(np.arange(width) < shared[leaders][:, None], tables[leaders], 0)
+    sizes = np.bincount(group_of_member, minlength=groups)
+    blocks = np.where(sizes > 0, shared.take(leaders), 0)  # of each group
+    shared_table = tables.take(leaders, 0) * (np.arange(width) < blocks[:, None])
     return {
         "skip": skip,
         "table": table,
         "length": length,
         "order": order,
         "place": place,
-        "group": by_row[order],
+        "group": by_row.take(order),
         "shares": shares,
         "starts": np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32),
-        "shared_table": np.where(sizes[:, None] > 0, shared_table, 0).astype(np.int32),
-        "shared_length": np.where(sizes > 0, skip[leaders], 0).astype(np.int32),
+        "shared_table": shared_table.astype(np.int32),
+        "shared_length": (blocks * block_size).astype(np.int32),
     }
 
 
@@ -69,10 +66,11 @@ def private_tables(tables: np.ndarray, first: np.ndarray) -> np.ndarray:
     """Return the table of each row [R, B] from its block `first` [R] on, padded with zeros."""
     if not first.any():
         return tables
-    width = tables.shape[1]
-    index = first[:, None] + np.arange(width)
-    shifted = tables[np.arange(len(tables))[:, None], np.minimum(index, width - 1)]
-    return np.where(index < width, shifted, 0)
+    rows, width = tables.shape
+    padded = np.zeros((rows, 2 * width), tables.dtype)
+    padded[:, :width] = tables
+    starts = 2 * width * np.arange(rows) + first
+    return padded.take(starts[:, None] + np.arange(width))
 
 
 def make_block_tables(

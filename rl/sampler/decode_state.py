@@ -234,12 +234,14 @@ class DecodeState(abc.ABC):
     def retain(self, row_source: np.ndarray, prompt_source: np.ndarray) -> None:
         """Keep only the rows and prompts of the sources, in that order (see `compact_slots`)."""
         self._move_rows(row_source)
-        self._move_prompts(prompt_source)
-        new_slot = np.full(len(self.prompt_lengths), -1, np.int64)
-        new_slot[prompt_source] = np.arange(len(prompt_source))
-        self.prompts = [self.prompts[slot] for slot in prompt_source]
-        self.prompt_lengths = self.prompt_lengths[prompt_source]
-        self.prompt_of_row = new_slot[self.prompt_of_row[row_source]]
+        self.prompt_of_row = self.prompt_of_row[row_source]
+        if len(prompt_source) < len(self.prompts):  # otherwise no prompt moves
+            self._move_prompts(prompt_source)
+            new_slot = np.full(len(self.prompt_lengths), -1, np.int64)
+            new_slot[prompt_source] = np.arange(len(prompt_source))
+            self.prompts = [self.prompts[slot] for slot in prompt_source]
+            self.prompt_lengths = self.prompt_lengths[prompt_source]
+            self.prompt_of_row = new_slot[self.prompt_of_row]
         self.response_lengths = self.response_lengths[row_source]
         if self.records_experts:
             self._row_experts = [self._row_experts[row] for row in row_source]

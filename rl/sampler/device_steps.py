@@ -18,7 +18,6 @@ from torch import Tensor
 
 from rl.sampler.block_tables import private_tables, split_block_tables
 from rl.sampler.cuda_graphs import CUDAGraphRunner, processed_bucket, row_buckets
-from rl.sampler.decode_state import send_to_device
 from rl.sampler.decoder_fast import MultiAdapterDecoder
 from rl.sampler.kv_cache_pool import KVCachePool
 from rl.sampler.paged_state import PagedState
@@ -89,8 +88,6 @@ class DeviceSteps:
         self._skip = np.zeros(0, np.int64)  # positions of the device rows in shared blocks
         self._tiles = np.zeros((0, 0), np.int32)  # of the adapters of rows, on the device
         self._layout = 0  # of their tables (`AdapterSlots.layout`)
-        # block tables of the device rows; -1: unknown
-        self._tables: tuple[StepBuffers | None, np.ndarray] = (None, np.zeros((0, 0), np.int32))
 
     def can_run(self) -> bool:
         """Return whether steps of the device can sample all rows."""
@@ -183,8 +180,9 @@ class DeviceSteps:
             return None
         copies = manager.append_positions(counts)
         assert not copies, "a row writes to blocks of its own since its first step"
-        table = private_tables(manager.tables, self._skip[columns] // manager.block_size)
-        self._upload_tables(runner.buffers, columns, table)
+        table = np.zeros((chunk.rows, manager.tables.shape[1]), np.int32)
+        table[columns] = private_tables(manager.tables, self._skip[columns] // manager.block_size)
+        upload(runner.buffers.table, table)
         uniforms = np.zeros((count, chunk.rows))
         uniforms[:, columns] = self._rows.uniforms_ahead(count, chunk.count)
         return self._run(runner, bucket, chunk.shared, chunk.processed, uniforms, columns)
@@ -251,8 +249,8 @@ class DeviceSteps:
         groups = max(bucket // 2, 1)
         split = split_block_tables(tables, written + 1, group, shared, size, bucket, groups)
         self._skip = split["skip"]
-        self._upload_tables(b, slice(bucket), split["table"])
-        upload(b.shared_table, split["shared_table"])
+        for name in ("table", "shared_table"):
+            upload(getattr(b, name), split[name])
         greedy = rows["temperature"] == 0
         inputs = {
             "token": rows.last_tokens(),
@@ -274,21 +272,6 @@ class DeviceSteps:
             if self._layout != slots.layout or not np.array_equal(tiles, self._tiles):
                 upload(slots.select_tiles(bucket), tiles)
             self._tiles, self._layout = tiles, slots.layout
-
-    def _upload_tables(self, b: StepBuffers, rows: np.ndarray | slice, tables: np.ndarray) -> None:
-        """Copy the private block tables of these device rows that have changed to the device."""
-        if self._tables[0] is not b:
-            self._tables = (b, np.full(tuple(b.table.shape), -1, np.int32))
-        known, width = self._tables[1], tables.shape[1]
-        changed = np.flatnonzero((known[rows, :width] != tables).any(1))
-        if len(changed):
-            changed_rows, tables = np.arange(len(known))[rows][changed], tables[changed]
-            known[changed_rows, :width] = tables = tables.astype(np.int32)
-            index, values = (
-                send_to_device(torch.from_numpy(array), b.table.device)
-                for array in (changed_rows, tables)
-            )
-            b.table.narrow(1, 0, width).index_copy_(0, index, values)
 
     def _find_processed_rows(self, bucket: int, ahead: int = 0) -> tuple[np.ndarray, ProcessedRows]:
         """Return the rows with logits processing after `ahead` more tokens of each row, [M], and

@@ -26,7 +26,7 @@ Hashes = Sequence[bytes]
 
 
 def hash_chunks(
-    tokens: Sequence[int], weights: str, chunk_size: int, known: Hashes = ()
+    tokens: Sequence[int] | np.ndarray, weights: str, chunk_size: int, known: Hashes = ()
 ) -> list[bytes]:
     """Return the hash of each full chunk of a sequence. `weights`: the name of its model. `known`:
     the hashes of the chunks before `tokens`.
@@ -34,8 +34,7 @@ def hash_chunks(
     hashes = list(known)
     if len(tokens) < chunk_size:
         return hashes
-    data = memoryview(np.asarray(tokens, np.int64).tobytes())
-    step = 8 * chunk_size
+    data, step = np.asarray(tokens, np.int32).tobytes(), 4 * chunk_size
     parent = hashes[-1] if hashes else weights.encode()
     for start in range(0, len(data) - step + 1, step):
         parent = hashlib.blake2b(parent + data[start : start + step], digest_size=16).digest()

@@ -75,7 +75,7 @@ class RunningRows:
         self._logprobs = np.zeros((0, 16), np.float64)
         self._versions = np.zeros((0, 16), np.int64)  # of the weights, see `record_version`
         self._free_buffers = np.zeros(0, np.int64)
-        # [rows, tokens from `first_uniform` on]: generated ahead, as each call has a fixed cost
+        # [tokens from `first_uniform` on, rows]: generated ahead, as each call has a fixed cost
         self._uniforms: np.ndarray | None = None
         # `RowSamplingSettings` of these rows, made when they are sampled
         self.settings: Any = None
@@ -183,14 +183,15 @@ class RunningRows:
         if index is None:
             index = self.generate_uniforms(count, start)
         assert self._uniforms is not None
-        return self._uniforms[np.arange(len(self)), index + np.arange(count)[:, None]]
+        steps = index + np.arange(count)[:, None]
+        return self._uniforms.take(steps * len(self) + np.arange(len(self)))
 
     def _find_uniforms(self, count: int, start: int = 0) -> np.ndarray | None:
         """Return the index in `_uniforms` of each row's token after its next `start` tokens; None
         if `count` tokens from there on have not been generated.
         """
         index = self["num_sampled"] + start - self["first_uniform"]
-        size = 0 if self._uniforms is None else self._uniforms.shape[1]
+        size = 0 if self._uniforms is None else len(self._uniforms)
         fits = index.min(initial=0) >= 0 and index.max(initial=0) + count <= size
         return index if fits else None
 
@@ -200,7 +201,7 @@ class RunningRows:
         """
         self._fields["first_uniform"] = first = self["num_sampled"] + start
         position = (first + np.arange(count)[:, None]).astype(np.uint64)
-        self._uniforms = philox_uniforms(self["seed"], self["problem"], self["index"], position).T
+        self._uniforms = philox_uniforms(self["seed"], self["problem"], self["index"], position)
         return np.zeros_like(first)
 
     def record(
@@ -210,12 +211,13 @@ class RunningRows:
         their logprobs.
         """
         first, num_sampled = len(self) - tokens.shape[1], self["num_sampled"].copy()
-        places = num_sampled[first:] + np.arange(len(tokens))[:, None]
-        width, least = self._tokens.shape[1], int(places.max(initial=0)) + 1
+        width, least = self._tokens.shape[1], int(num_sampled[first:].max(initial=0)) + len(tokens)
         if least > width:
             self._pad(0, max(width, least - width))
-        buffers = self["buffer"][first:]
-        self._tokens[buffers, places], self._logprobs[buffers, places] = tokens, logprobs
+        starts = self["buffer"][first:] * self._tokens.shape[1] + num_sampled[first:]
+        places = starts + np.arange(len(tokens))[:, None]
+        for buffer, values in ((self._tokens, tokens), (self._logprobs, logprobs)):
+            buffer.reshape(-1)[places] = values
         num_sampled[first:] += counts
         self._fields["num_sampled"] = num_sampled
 
@@ -226,7 +228,7 @@ class RunningRows:
         index = index_in_row(rows)
         self.next_uniforms(int(index.max(initial=0)))
         view = self._view(rows)
-        view._uniforms = self._uniforms[rows] if self._uniforms is not None else None
+        view._uniforms = self._uniforms[:, rows] if self._uniforms is not None else None
         view.advance(index)
         return view
 
@@ -313,7 +315,7 @@ class RunningRows:
         """Keep the rows of `source`, in that order; removed rows keep their buffers."""
         self._fields, self.settings = self.select(source), None
         if self._uniforms is not None:
-            self._uniforms = self._uniforms[source]
+            self._uniforms = self._uniforms.take(source, 1)
 
 
 def as_uint64(value: int) -> np.uint64:

@@ -326,7 +326,10 @@ class Scheduler:
     # ------------------------------------------------------------------------------ prefix caching
 
     def _hash_tokens(
-        self, tokens: Sequence[int], request: SamplingRequest, known: Sequence[bytes] = ()
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        request: SamplingRequest,
+        known: Sequence[bytes] = (),
     ) -> list[bytes]:
         """Return the hashes of a sequence's chunks; an empty list if no prefix is cached for the
         request. `known`: the hashes of the chunks before `tokens`.
@@ -356,7 +359,8 @@ class Scheduler:
         prompt, response = group.request.prompt, self._rows.response(row)[0][:fed]
         first = len(group.hashes) * (self._state.chunk_size or 0)
         # without the chunks that are hashed already, which may end in a resumed response
-        rest = [*prompt[first:], *response[max(first - len(prompt), 0) :].tolist()]
+        unhashed = np.array(prompt[first:], np.int64)
+        rest = np.concatenate([unhashed, response[max(first - len(prompt), 0) :]])
         self._state.cache_row(row, self._hash_tokens(rest, group.request, group.hashes))
 
     # ------------------------------------------------------------------------ removing and resuming
