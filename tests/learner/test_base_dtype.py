@@ -139,6 +139,12 @@ def test_merged_weights_need_the_disk_space_of_fp32(tmp_path, monkeypatch):
         worker.save_for_sampler(0, str(tmp_path / "merged"), True, None)
 
 
+def test_a_second_service_needs_the_precision_of_the_first():
+    TrainingWorker(WorkerSettings(dtype="bf16"))
+    with pytest.raises(UserError, match="an earlier service of this script computes in bf16"):
+        TrainingWorker(WorkerSettings(dtype="fp32"))
+
+
 def test_what_auto_is():
     def choose(request, lora=True, bf16=True, sharding=Sharding()):  # noqa: B008
         return choose_base_dtype(request, lora=lora, bf16=bf16, sharding=sharding)
