@@ -62,9 +62,9 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
     before = AcceleratorState().mixed_precision if AcceleratorState._shared_state else precision
     if before != precision:
         raise UserError(
-            f"an earlier service of this script computes in {before.replace('no', 'fp32')}, and all "
-            "services of a process need the same precision: set the same dtype in every service's "
-            "settings"
+            f"an earlier service of this script computes in {before.replace('no', 'fp32')}, and "
+            "all services of a process need the same precision: set the same dtype in every "
+            "service's settings"
         )
     select_gloo_interface()
     if is_set("ACCELERATE_USE_DEEPSPEED"):
