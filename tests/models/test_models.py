@@ -59,7 +59,9 @@ def test_a_damaged_index_is_named(load, text, tmp_path):
         load(str(tmp_path))
 
 
-@pytest.mark.parametrize("load", [load_skeleton, load_model_lazily, count_classifier_parameters])
+@pytest.mark.parametrize(
+    "load", [load_model, load_skeleton, load_model_lazily, count_classifier_parameters]
+)
 @pytest.mark.parametrize(("change", "named"), [
     ({"num_attention_heads": "four"}, "num_attention_heads.* got str"),
     ({"hidden_size": None}, "hidden_size.* got NoneType"),
