@@ -47,9 +47,10 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
     """Join the processes of this launch and return accelerate's Accelerator.
 
     `timeout_seconds`: timeout of each wait in a collective. Raises UserError for an inconsistent
-    launch.
+    launch, and if an earlier service of the script has another precision.
     """
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from accelerate.utils import InitProcessGroupKwargs
 
     processes = _num_launched_processes()
@@ -58,6 +59,13 @@ def make_accelerator(*, bf16: bool, timeout_seconds: float = 1800.0) -> Any:
     bound = datetime.timedelta(seconds=timeout_seconds)
     group = [InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=bound)]
     _check_environment(processes)
+    before = AcceleratorState().mixed_precision if AcceleratorState._shared_state else precision
+    if before != precision:
+        raise UserError(
+            f"an earlier service of this script computes in {before.replace('no', 'fp32')}, and "
+            "all services of a process need the same precision: set the same dtype in every "
+            "service's settings"
+        )
     select_gloo_interface()
     if is_set("ACCELERATE_USE_DEEPSPEED"):
         accelerator = _make_deepspeed_accelerator(bf16, precision, group, timeout_seconds)
@@ -229,10 +237,7 @@ def _check_environment(processes: int) -> None:
 def _make_deepspeed_accelerator(
     bf16: bool, precision: str, handlers: list[Any], timeout_seconds: float
 ) -> Any:
-    """Return an Accelerator with DeepSpeed.
-
-    Raises UserError if an earlier service has another precision.
-    """
+    """Return an Accelerator with DeepSpeed."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin
@@ -243,17 +248,6 @@ def _make_deepspeed_accelerator(
     _disable_shm_build()
     # The plugin exists if an earlier service of the same script made it.
     if AcceleratorState._shared_state and AcceleratorState().deepspeed_plugins is not None:
-        before = (
-            AcceleratorState()
-            .deepspeed_plugin.deepspeed_config.get("bf16", {})
-            .get("enabled", False)
-        )
-        if bool(before) != bf16:
-            raise UserError(
-                f"an earlier service of this script trains in {'bf16' if before else 'fp32'} "
-                "under DeepSpeed, which needs the same precision for all services: set the same "
-                "dtype in every service's settings"
-            )
         return Accelerator(mixed_precision=precision)
     plugin = DeepSpeedPlugin(
         hf_ds_config=make_engine_config(_read_deepspeed_config(), bf16=bf16), zero3_init_flag=False

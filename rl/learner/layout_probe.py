@@ -181,6 +181,15 @@ def find_layout_faults_on_all_ranks(
     }
 
 
+def select_attention(model: Any, accelerator: Any) -> bool:
+    """Return whether a learner runs flash attention, which has no fp32: there the model gets
+    torch's attention.
+    """
+    if uses_flash_attention(model) and accelerator.mixed_precision != "bf16":
+        unwrap_model(model).set_attn_implementation("sdpa")
+    return uses_flash_attention(model)
+
+
 @contextlib.contextmanager
 def use_cpu_attention(model: Any) -> Iterator[None]:
     """Use torch's attention for flash-attention models on the CPU.

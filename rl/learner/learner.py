@@ -46,7 +46,11 @@ from rl.learner.context_parallel_probe import attend_batch, find_group_fault_on_
 from rl.learner.expert_parallel import ExpertGroup, check_experts
 from rl.learner.frozen_base import convert_frozen_
 from rl.learner.head_memory import choose_kept_bytes
-from rl.learner.layout_probe import find_layout_faults_on_all_ranks, use_cpu_attention
+from rl.learner.layout_probe import (
+    find_layout_faults_on_all_ranks,
+    select_attention,
+    use_cpu_attention,
+)
 from rl.learner.logprob_head import HeadRequest, LogprobHead
 from rl.learner.microbatches import (
     MicroBatchPlanner,
@@ -66,7 +70,6 @@ from rl.models import (
     is_value_head_parameter,
     skip_packing_search,
     unwrap_model,
-    uses_flash_attention,
 )
 from rl.sampler import find_rope_switch
 from rl.types import AdamParams, Datum
@@ -145,7 +148,7 @@ class Learner:
         }
         # Sharding replaces a parameter's shape.
         self.parameter_shapes = {n: p.shape for n, p in self.model.named_parameters()}
-        self.uses_flash_attention = uses_flash_attention(self.model)
+        self.uses_flash_attention = select_attention(self.model, accelerator)
         self.layers = describe_layers(self.model)
         self.router_aux_loss = RouterAuxLoss(
             self.model, self.layers.experts, settings.router_aux_loss_coef, loaded.name

@@ -74,11 +74,13 @@ def _num_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def model_bytes(model: Any, merged: bool = False) -> int:
-    """Return the bytes that `write_model` writes for a model's weights."""
-    adapter_only = is_lora(model) and not merged
-    return _num_bytes(
-        {name: p for name, p in model.named_parameters() if p.requires_grad or not adapter_only}
-    )
+    """Return the bytes that `write_model` writes for a model's weights; merged ones are fp32."""
+    parameters = dict(model.named_parameters())
+    if not is_lora(model):
+        return _num_bytes(parameters)
+    if merged:
+        return sum(4 * p.numel() for name, p in parameters.items() if "lora_" not in name)
+    return _num_bytes({name: p for name, p in parameters.items() if p.requires_grad})
 
 
 def write_model(

@@ -20,7 +20,7 @@ from torch import Tensor
 from rl.errors import UserError
 from rl.layers import ExpertLayout, compute_router_aux_loss, find_routers, record_router_scores
 from rl.learner.packing import PackedBatch
-from rl.losses import LossSpec
+from rl.losses import MASK_FIELDS, LossSpec
 
 AuxLossTerm = Callable[[PackedBatch, LossSpec], tuple[Tensor | float, dict[str, Tensor]]]
 
@@ -62,14 +62,10 @@ class RouterAuxLoss:
         assert self.experts is not None
         if loss.unit == "own":
             return 0.0, {}
-        weights = next(
-            (
-                batch.inputs[key]
-                for key in ("mask", "sequence_ratio_mask", "weights")
-                if key in batch.inputs
-            ),
-            None,
-        )
+        fields = batch.inputs
+        weights = next((fields[key] for key in (*MASK_FIELDS, "weights") if key in fields), None)
+        if weights is None and "advantages" in fields:  # a policy loss without a mask
+            weights = (fields["advantages"] != 0).float()
         token_scores = (
             scores
             if batch.token_index is None

@@ -105,9 +105,16 @@ def load_model(base_model: str, *, tokenizer: str | None = None, seed: int = 0) 
         with convert_config_errors(base_model):
             config = AutoConfig.from_pretrained(source)
             settings = {**_attention_kwargs(), **_dequantization_kwargs(config, base_model)}
-        model = load_checked_model(
-            select_auto_class(config), source, base_model, dtype=torch.float32, **settings
-        )
+            auto_class = select_auto_class(config)
+        try:
+            model = load_checked_model(
+                auto_class, source, base_model, dtype=torch.float32, **settings
+            )
+        except (UserError, ArithmeticError):
+            # a wrong value in the config is named, instead of the files
+            with convert_config_errors(base_model), torch.device("meta"):
+                auto_class.from_config(config)
+            raise
     except OSError as error:
         hint = (
             f"; no local folder {base_model} exists either"

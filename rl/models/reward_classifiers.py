@@ -14,6 +14,7 @@ import torch
 from rl.errors import UserError, check_hub_access
 from rl.layers import find_max_context
 from rl.models.check_weights import check_tensor_names, convert_read_errors, hide_progress_bars
+from rl.models.model_loading import convert_config_errors
 from rl.models.tokenizer_loading import load_tokenizer
 
 ARCHITECTURE_SUFFIX = "ForSequenceClassification"
@@ -47,16 +48,12 @@ def load_classifier_config(name: str) -> Any | None:
         return None
     check_hub_access(source, "model")
     try:
-        config = AutoConfig.from_pretrained(source)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # ValueError: a model type unknown to transformers
+        with convert_config_errors(name):
+            config = AutoConfig.from_pretrained(source)
+            architectures = list(map(str, config.architectures or ()))
+    except OSError as error:
         raise UserError(f"cannot read the config of the reward model {name!r}: {error}") from error
-    if not any(
-        str(architecture).endswith(ARCHITECTURE_SUFFIX)
-        for architecture in config.architectures or ()
-    ):
+    if not any(architecture.endswith(ARCHITECTURE_SUFFIX) for architecture in architectures):
         return None
     if config.num_labels != 1:
         raise UserError(
@@ -120,7 +117,7 @@ def count_classifier_parameters(name: str) -> int | None:
     config = load_classifier_config(name)
     if config is None:
         return None
-    with torch.device("meta"):
+    with convert_config_errors(name), torch.device("meta"):
         model = AutoModelForSequenceClassification.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 

@@ -3,6 +3,7 @@ full precision.
 """
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from helpers import call, gather_targets, random_datums
 from sampler_population import VOCAB, build
 
 from rl.distributed import Sharding, ZeroSharding
+from rl.distributed.checkpoint_folder import DiskFull
 from rl.errors import UserError
 from rl.learner import choose_base_dtype
 from rl.models import unwrap_model
@@ -125,6 +127,22 @@ def test_a_base_in_bf16_is_one_in_fp32_of_its_numbers(kind, changes, tmp_path):
     true_logp, true_grad = reference(low)
     assert float((logp - true_logp).abs().median()) < 0.05
     assert float((grad.double() - true_grad).norm() / true_grad.norm()) < 0.1
+
+
+def test_merged_weights_need_the_disk_space_of_fp32(tmp_path, monkeypatch):
+    base = save_rounded_model("llama", UNTIED, tmp_path / "base")
+    worker = learner_of(base, "bf16")
+    needed = sum(file.stat().st_size for file in (tmp_path / "base").glob("*.safetensors"))
+    usage = SimpleNamespace(free=2**20 + 0.9 * needed)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    with pytest.raises(DiskFull, match="the disk has"):
+        worker.save_for_sampler(0, str(tmp_path / "merged"), True, None)
+
+
+def test_a_second_service_needs_the_precision_of_the_first():
+    TrainingWorker(WorkerSettings(dtype="bf16"))
+    with pytest.raises(UserError, match="an earlier service of this script computes in bf16"):
+        TrainingWorker(WorkerSettings(dtype="fp32"))
 
 
 def test_what_auto_is():

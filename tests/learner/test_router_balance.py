@@ -49,6 +49,20 @@ def with_mask(data):
     return results
 
 
+def with_advantages(data):
+    """Return the datums with advantages and no mask, as Tinker's are."""
+    return [
+        Datum(
+            datum.model_input,
+            {
+                "target_tokens": datum.loss_fn_inputs["target_tokens"],
+                "advantages": -2.0 * datum.loss_fn_inputs["weights"].array,
+            },
+        )
+        for datum in data
+    ]
+
+
 def compute_transformers_loss(model, data):
     """Compute transformers' value, differentiable: a single padded batch with the trained tokens as
     its attention mask.
@@ -60,9 +74,8 @@ def compute_transformers_loss(model, data):
         n = datum.model_input.length
         ids[row, :n] = torch.tensor(datum.model_input.to_ints())
         inputs = datum.loss_fn_inputs
-        mask[row, :n] = torch.from_numpy(
-            inputs["mask" if "mask" in inputs else "weights"].array != 0
-        ).float()
+        name = next(name for name in ("mask", "weights", "advantages") if name in inputs)
+        mask[row, :n] = torch.from_numpy(inputs[name].array != 0).float()
     out = model(input_ids=ids, use_cache=False, output_router_logits=True)
     experts = describe_layers(model).experts
     logits = tuple(item.reshape(-1, item.shape[-1]) for item in out.router_logits)
@@ -78,19 +91,17 @@ def gradients(learner, data, loss):
     }, sums
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "simpo"])
+@pytest.mark.parametrize("loss", ["cross_entropy", "simpo", "importance_sampling"])
 @pytest.mark.parametrize("name", make_params(OWN, ("mixtral",)))
 def test_the_value_and_its_gradient_are_those_of_transformers(name, loss):
     model, data = model_of(name), make_datums(SHORT_PAIRS)
-    data = data if loss == "cross_entropy" else with_mask(data)
-    units = (
-        2.0
-        if loss == "simpo"
-        else sum(float(d.loss_fn_inputs["weights"].array.sum()) for d in data)
-    )
+    weights = np.concatenate([datum.loss_fn_inputs["weights"].array for datum in data])
+    units = {"cross_entropy": weights.sum(), "simpo": 2.0}.get(loss, np.count_nonzero(weights))
+    if loss != "cross_entropy":
+        data = with_mask(data) if loss == "simpo" else with_advantages(data)
     model.zero_grad()
     expected = compute_transformers_loss(model, data)
-    (COEF * units * expected).backward()
+    (COEF * float(units) * expected).backward()
     added = {
         n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
     }

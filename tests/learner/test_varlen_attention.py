@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import VOCABULARY, make_worker, random_datums
+from test_architectures import make_fake_accelerator
 from test_probe import model_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rl.learner import Learner, LearnerSettings
 from rl.learner.layout_probe import find_layout_faults
 from rl.learner.packing import KEYS_PER_POSITION, collate, make_units
 from rl.learner.varlen_attention import (
@@ -27,7 +29,7 @@ from rl.learner.varlen_attention import (
     make_varlen_attention,
 )
 from rl.losses import get_loss
-from rl.models import skip_packing_search
+from rl.models import LoadedModel, skip_packing_search
 from rl.types import Datum, ModelInput
 
 
@@ -275,6 +277,16 @@ def test_a_gpu_takes_lengths_in_half_precision(precision, attention, requested, 
     assert (varlen is not None) is takes_lengths
     if varlen is not None:  # without a function of its own: a trial chooses the kernel
         assert (varlen.attend, varlen.device) == (None, device)
+
+
+def test_fp32_takes_no_flash_attention():
+    model = model_of("llama")
+    model.config._attn_implementation = "flash_attention_2"  # as if loaded beside flash_attn
+    accelerator = make_fake_accelerator()
+    accelerator.mixed_precision = "no"
+    learner = Learner(LoadedModel(model, None, "tiny", ()), accelerator, LearnerSettings())
+    assert learner.model.config._attn_implementation == "sdpa"
+    assert learner.layouts == {"padded", "shared"}
 
 
 @pytest.mark.gpu

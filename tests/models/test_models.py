@@ -21,7 +21,14 @@ from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.errors import UserError
 from rl.learner.learner_checkpoint import write_model
-from rl.models import MODEL_PRESETS, add_lora, load_model, load_model_lazily, load_skeleton
+from rl.models import (
+    MODEL_PRESETS,
+    add_lora,
+    count_classifier_parameters,
+    load_model,
+    load_model_lazily,
+    load_skeleton,
+)
 from rl.models.check_weights import convert_read_errors
 from rl.trainer.initial_weights import describe_random_weights
 from rl.types import LoraConfig
@@ -52,7 +59,9 @@ def test_a_damaged_index_is_named(load, text, tmp_path):
         load(str(tmp_path))
 
 
-@pytest.mark.parametrize("load", [load_skeleton, load_model_lazily])
+@pytest.mark.parametrize(
+    "load", [load_model, load_skeleton, load_model_lazily, count_classifier_parameters]
+)
 @pytest.mark.parametrize(("change", "named"), [
     ({"num_attention_heads": "four"}, "num_attention_heads.* got str"),
     ({"hidden_size": None}, "hidden_size.* got NoneType"),
@@ -63,6 +72,7 @@ def test_a_damaged_index_is_named(load, text, tmp_path):
 def test_a_config_with_a_wrong_value_is_named(load, change, named, tmp_path):
     load_model("tiny:ascii").model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1}
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(UserError, match=f"from the config.json of {tmp_path}: .*{named}"):
         load(str(tmp_path))
