@@ -34,7 +34,7 @@ _SIGNS = re.compile(r"\\(?:pm|mp)(?![a-z])")  # \pm and \mp, not \pmod
 # Separators for `split_top`. A command ends where its letters end: \\in does not begin \\infty.
 _ITEMS = "[,;]"
 _EQUALS = r"(?<![<>!:=])=(?!=)|(?<![a-zA-Z])(?:\\approx|\\equiv)(?![a-zA-Z])"
-_RELATION = re.compile(r"(<=?|>=?|\\(?:[lg]t|[lg]e(?:q(?:slant)?)?)(?![a-zA-Z]))")
+_RELATION = re.compile(r"(<=?|>=?|\\(?:[lg]t|[lg]e(?:q(?:q|slant)?)?)(?![a-zA-Z]))")
 _STRICT = ("<", ">", r"\lt", r"\gt")
 _IN, _UNION = (rf"\\{command}(?![^\W\d_])" for command in ("in", "cup"))
 _NAME = re.compile(
@@ -52,7 +52,7 @@ _AND = re.compile(
 # 45' and 1 0, which the parser reads as 45 and as a sum
 _NO_FORMULA = re.compile(r"\d\s*'|(?<!_)\d\s+[\d.]")
 # Texts of which the parser computes a product, a ratio or a difference
-_SCALE = re.compile(r"°\s*(?:\\text\s*\{\s*)?([CF])\s*\}?$")
+_SCALE = re.compile(r"°\s*(?:\\[a-z]+\s*\{\s*)?([CF])\s*\}?$")
 _LETTER, _ANGLE = re.compile("[a-zA-Z]"), re.compile(r"\\angle\s*([A-Z]{3})")
 _CLOCK, _DATE = re.compile(r"\d{1,2}:[0-5]\d"), re.compile(r"\d{4}-\d\d-\d\d")
 _REALS = {
@@ -116,7 +116,7 @@ def _equal(answer: str, expected: str) -> bool:
     if expected_words is not None and (answer_words := parse_words(answer)) is not None:
         return expected_words == answer_words
     rules: Sequence[Callable[[str, str], bool | None]] = (
-        _equal_plus_minus, _equal_membership, _equal_intervals, _equal_lists, _equal_chains,
+        _equal_plus_minus, _equal_intervals, _equal_membership, _equal_lists, _equal_chains,
         _equal_sequences, _equal_unions, _equal_matrices,
     )  # fmt: skip
     for rule in rules:
@@ -281,8 +281,9 @@ def _equal_intervals(answer: str, expected: str) -> bool | None:
 
 
 def _convert_inequalities(text: str) -> str | None:
-    """Return x < 1 or x > 3 as a union of intervals; None for any other text."""
-    intervals = []
+    """Return x < 1 or x > 3 as x \\in a union of intervals; None for any other text."""
+    intervals: list[str] = []
+    names: set[str] = set()
     for item in _split_items(text):
         members = [member.strip() for member in _RELATION.split(item)]
         if len({relation[0] == ">" or relation[1:2] == "g" for relation in members[1::2]}) != 1:
@@ -300,7 +301,8 @@ def _convert_inequalities(text: str) -> str | None:
                 return None
         brackets = ["()"[i] if r in _STRICT else "[]"[i] for i, r in enumerate((first, second))]
         intervals.append(f"{brackets[0]}{low},{high}{brackets[1]}")
-    return r"\cup".join(intervals) or None
+        names.add(name)
+    return rf"{names.pop()} \in " + r"\cup".join(intervals) if len(names) == 1 else None
 
 
 def is_name(text: str) -> bool:
@@ -395,7 +397,7 @@ def _parse_matrix(text: str) -> list[list[str]] | None:
     match = _MATRIX.fullmatch(text.strip())
     if match is None or match.group(1) in ("vmatrix", "Vmatrix"):
         return None
-    rows = re.split(r"\\\\(?:\s*\[[\d.]*(?:pt|em|ex|mm|cm)\])?", match.group(2))
+    rows = re.split(r"\\\\(?:\s*\[-?[\d.]+ ?(?:pt|em|ex|mm|cm)\])?", match.group(2))
     return [row.replace(r"\phantom", "").split("&") for row in rows if row.strip()]
 
 
