@@ -53,7 +53,7 @@ _UNMARKED = re.compile(
     r"\$\$?(?!\s)([^$]+)(?<!\s)\$(?!\d)|\$\$?\s([^$]+)\s\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
     # a formula, no sentence
     r"|<answer>\s*+((?:(?!(?<![a-zA-Z\\])[a-zA-Z]{2,}\s+[a-zA-Z])[^<])+?)\s*</answer>"
-    r"|answer(?: is|:)(?:\s|\*\*)*+:?+(?:\s|\*\*)*+(?!\\\[\s*\n|\$\$\s*\n|<answer>)"
+    r"|answer(?: is|:)(?:\s|\*\*)*+:?+(?:\s|\*\*)*+(?!\\\[\s*\n|\$\$|<answer>)"
     r"((?:(?!answer(?: is|:))[^\n]){1,200}?)\s*(?:\.\s|\.?(?:$|</answer>)|\n)",
     re.DOTALL | re.IGNORECASE,
 )  # fmt: skip
