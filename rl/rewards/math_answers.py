@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 from rl.rewards.math_formulas import COMPARE_SECONDS, formulas_equal, load_math_verify, time_limit
 from rl.rewards.math_text import (
+    LABELLED_CHOICE,
+    TEXT_COMMAND,
     FormulaTooLargeError,
     MathQuantity,
     compute_bracket_depths,
@@ -32,7 +34,7 @@ _SIGNS = re.compile(r"\\(?:pm|mp)(?![a-z])")  # \pm and \mp, not \pmod
 # Separators for `split_top`. A command ends where its letters end: \\in does not begin \\infty.
 _ITEMS = "[,;]"
 _EQUALS = r"(?<![<>!:=])=(?!=)|(?<![a-zA-Z])(?:\\approx|\\equiv)(?![a-zA-Z])"
-_RELATION = re.compile(r"(<=?|>=?|\\(?:[lg]t|[lg]e(?:q(?:slant)?)?)(?![a-zA-Z]))")
+_RELATION = re.compile(r"(<=?|>=?|\\(?:[lg]t|[lg]e(?:q(?:q|slant)?)?)(?![a-zA-Z]))")
 _STRICT = ("<", ">", r"\lt", r"\gt")
 _IN, _UNION = (rf"\\{command}(?![^\W\d_])" for command in ("in", "cup"))
 _NAME = re.compile(
@@ -50,6 +52,7 @@ _AND = re.compile(
 # 45' and 1 0, which the parser reads as 45 and as a sum
 _NO_FORMULA = re.compile(r"\d\s*'|(?<!_)\d\s+[\d.]")
 # Texts of which the parser computes a product, a ratio or a difference
+_SCALE = re.compile(r"°\s*(?:\\[a-z]+\s*\{\s*)?([CF])\s*\}?$")
 _LETTER, _ANGLE = re.compile("[a-zA-Z]"), re.compile(r"\\angle\s*([A-Z]{3})")
 _CLOCK, _DATE = re.compile(r"\d{1,2}:[0-5]\d"), re.compile(r"\d{4}-\d\d-\d\d")
 _REALS = {
@@ -103,11 +106,17 @@ def _equal(answer: str, expected: str) -> bool:
     angles = [_ANGLE.fullmatch(text) for text in (answer, expected)]
     if angles[0] and angles[1]:
         return angles[0].group(1) in (angles[1].group(1), angles[1].group(1)[::-1])
+    choices = [
+        LABELLED_CHOICE.fullmatch(re.sub(TEXT_COMMAND, r" \1 ", text))
+        for text in (answer, expected)
+    ]
+    if choices[0] and choices[1]:
+        return choices[0][1] == choices[1][1] and _equal(choices[0][2], choices[1][2])
     expected_words = parse_words(expected)
     if expected_words is not None and (answer_words := parse_words(answer)) is not None:
         return expected_words == answer_words
     rules: Sequence[Callable[[str, str], bool | None]] = (
-        _equal_plus_minus, _equal_membership, _equal_intervals, _equal_lists, _equal_chains,
+        _equal_plus_minus, _equal_intervals, _equal_membership, _equal_lists, _equal_chains,
         _equal_sequences, _equal_unions, _equal_matrices,
     )  # fmt: skip
     for rule in rules:
@@ -212,33 +221,28 @@ def _split_assignment(item: str) -> tuple[str, str]:
 def _equal_lists(answer: str, expected: str) -> bool | None:
     """Compare lists without brackets, and sets, in any order.
 
-    Names of the values count: x = 1, y = 2 is 1, 2 but not 2, 1.
+    Names of the values count: x = 1, y = 2 is 1, 2 but not 2, 1. x = 1, 2 has only one name.
     """
     lists = [_split_list(text) for text in (answer, expected)]
     sides = [items if is_set or len(items) > 1 else [] for is_set, items in lists]
     if not any(sides):
         return None
-    sides = [_repeat_name(sides[0] or [answer]), _repeat_name(sides[1] or [expected])]
+    sides = [sides[0] or [answer], sides[1] or [expected]]
     if len(sides[0]) != len(sides[1]):
         return False
     names, values = (
         [[_split_assignment(item)[part] for item in side] for side in sides] for part in (0, 1)
     )
-    if (
-        any(len(set(side)) > 1 for side in names)
-        and names[0] != names[1]
-        and not all(all(side) for side in names)
-    ):
-        return all(map(_equal_readings, *values))
-    return _same_items(*sides)
-
-
-def _repeat_name(items: list[str]) -> list[str]:
-    """Return x = 1, x = 2 for x = 1, 2; other items unchanged."""
-    name = _split_assignment(items[0])[0]
-    if not name or any(re.search("[=<>]", item) for item in items[1:]):
-        return items
-    return [items[0], *(f"{name}={item}" for item in items[1:])]
+    if len({*names[0], *names[1]} - {""}) < 2:
+        return _same_items(*values)
+    if names[0] == names[1] or all(map(all, names)):
+        return _same_items(*sides)
+    is_shared = names[1][0] and not any(names[1][1:])  # x = 1, 2 is x = 1, x = 2
+    expected_names = names[1][:1] * len(names[1]) if is_shared else names[1]
+    return all(
+        name in ("", expected_name) or not expected_name
+        for name, expected_name in zip(names[0], expected_names, strict=True)
+    ) and all(map(_equal_readings, *values))
 
 
 def _same_items(answer_items: Sequence[str], expected_items: Sequence[str]) -> bool:
@@ -257,7 +261,10 @@ def _same_items(answer_items: Sequence[str], expected_items: Sequence[str]) -> b
 
 def _equal_membership(answer: str, expected: str) -> bool | None:
     """Compare x \\in S as S."""
-    sides = [split_top(text, _IN) for text in (answer, expected)]
+    sides = [
+        split_top(text, _IN) if len(_split_items(text)) == 1 else [text]
+        for text in (answer, expected)
+    ]
     if not any(len(side) == 2 and is_name(side[0]) for side in sides):
         return None
     if len({remove_spaces(side[0]) for side in sides if len(side) == 2}) > 1:
@@ -268,14 +275,15 @@ def _equal_membership(answer: str, expected: str) -> bool | None:
 def _equal_intervals(answer: str, expected: str) -> bool | None:
     """Compare an inequality with an interval: 1 < x \\le 3 and (1, 3]."""
     sides = [_convert_inequalities(text) for text in (answer, expected)]
-    if (sides[0] is None) == (sides[1] is None):
+    if not any(sides) or all(map(_RELATION.search, (answer, expected))):
         return None
     return _equal(sides[0] or answer, sides[1] or expected)
 
 
 def _convert_inequalities(text: str) -> str | None:
-    """Return x < 1 or x > 3 as a union of intervals; None for any other text."""
-    intervals = []
+    """Return x < 1 or x > 3 as x \\in a union of intervals; None for any other text."""
+    intervals: list[str] = []
+    names: set[str] = set()
     for item in _split_items(text):
         members = [member.strip() for member in _RELATION.split(item)]
         if len({relation[0] == ">" or relation[1:2] == "g" for relation in members[1::2]}) != 1:
@@ -293,7 +301,8 @@ def _convert_inequalities(text: str) -> str | None:
                 return None
         brackets = ["()"[i] if r in _STRICT else "[]"[i] for i, r in enumerate((first, second))]
         intervals.append(f"{brackets[0]}{low},{high}{brackets[1]}")
-    return r"\cup".join(intervals) or None
+        names.add(name)
+    return rf"{names.pop()} \in " + r"\cup".join(intervals) if len(names) == 1 else None
 
 
 def is_name(text: str) -> bool:
@@ -388,7 +397,7 @@ def _parse_matrix(text: str) -> list[list[str]] | None:
     match = _MATRIX.fullmatch(text.strip())
     if match is None or match.group(1) in ("vmatrix", "Vmatrix"):
         return None
-    rows = re.split(r"\\\\(?:\s*\[[\d.]*(?:pt|em|ex|mm|cm)\])?", match.group(2))
+    rows = re.split(r"\\\\(?:\s*\[-?[\d.]+ ?(?:pt|em|ex|mm|cm)\])?", match.group(2))
     return [row.replace(r"\phantom", "").split("&") for row in rows if row.strip()]
 
 
@@ -416,8 +425,9 @@ def _equal_values(answer: str, expected: str) -> bool:
     if any(bases):
         digits = [match and match.groups() for match in bases]
         return digits[0] == digits[1]
+    scales = [match[1] for text in (answer, expected) if (match := _SCALE.search(text))]
     sides = [parse_quantity(answer), parse_quantity(expected)]
-    if len({side.unit for side in sides} - {None}) > 1:
+    if len({side.unit for side in sides} - {None}) > 1 or len(set(scales)) > 1:
         return False
     numbers = [parse_exact_number(side.text) for side in sides]
     if None in numbers:

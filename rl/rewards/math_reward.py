@@ -51,8 +51,10 @@ _NOT_UNITS = {
 # prices.
 _UNMARKED = re.compile(
     r"\$\$?(?!\s)([^$]+)(?<!\s)\$(?!\d)|\$\$?\s([^$]+)\s\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]"
-    r"|<answer>\s*((?:(?![a-zA-Z]{2,}\s+[a-zA-Z])[^<])+?)\s*</answer>"  # a formula, no sentence
-    r"|answer(?: is|:)\s*:?\s*(?!\\\[\n)((?:(?!answer(?: is|:))[^\n]){1,200}?)\s*(?:\.\s|\.?$|\n)",
+    # a formula, no sentence
+    r"|<answer>\s*+((?:(?!(?<![a-zA-Z\\])[a-zA-Z]{2,}\s+[a-zA-Z])[^<])+?)\s*</answer>"
+    r"|answer(?: is|:)(?:\s|\*\*)*+:?+(?:\s|\*\*)*+(?!\\\[\s*\n|\$\$|<answer>)"
+    r"((?:(?!answer(?: is|:))[^\n]){1,200}?)\s*(?:\.\s|\.?(?:$|</answer>)|\n)",
     re.DOTALL | re.IGNORECASE,
 )  # fmt: skip
 _LAST_NUMBER = re.compile(

@@ -40,7 +40,7 @@ TEXT_COMMAND = (
 )
 
 # a choice and its value, as the solutions of contests write it: (C) 12
-_LABELLED_CHOICE = re.compile(r"\s*\(([A-Z])\)\s+-?[\d\\$.](?:(?!\([A-Z]\)).)*", re.DOTALL)
+LABELLED_CHOICE = re.compile(r"\s*\(([A-Z])\)\s+(-?[\d\\$.](?:(?!\([A-Z]\)).)*)", re.DOTALL)
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _SIGNED = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)"
 _DECIMAL = re.compile(_SIGNED)
@@ -143,7 +143,7 @@ def parse_words(text: str) -> str | None:
     """
     plain = re.sub(TEXT_COMMAND, r" \1 ", text)
     marked = plain != text
-    if (choice := _LABELLED_CHOICE.fullmatch(plain)) is not None:
+    if (choice := LABELLED_CHOICE.fullmatch(plain)) is not None:
         return choice[1]
     plain = re.sub(r"^[\s(]+|[\s).]+$", "", plain)
     if re.match(r"[+-]?[\d.,/]+(?:\s|$)", plain):  # a number and its unit

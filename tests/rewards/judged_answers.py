@@ -34,14 +34,21 @@ a_n ⇒ a_n ; a_{n} ≠ a_m ; a ; n
     [1,2] ; (1,2] ; \{1,2\} ; (1,2,3) ; (1)
 1,2 ⇒ x = 2, 1 ; x=2 or 1 ≠ x = 2, 3
 x = 2, 3 ⇒ 3, 2 ; x = 3, 2 ; x=3, x=2 ≠ y = 2, 3 ; x=2, y=3
+x=1, y=2 ⇒ x=1, 2 ≠ x=2, 1 ; 1, x=2 ; x=1, z=2
+x = \frac{\pi}{4}+k\pi, k \in \mathbb{Z} ⇒ \frac{\pi}{4}+k\pi, k \in \mathbb{Z} ;
+    k \in \mathbb{Z}, x = k\pi+\frac{\pi}{4} ≠ k\pi, k \in \mathbb{Z} ; \frac{\pi}{4}+k\pi
+n \in \mathbb{Z}, n > 3 ⇒ n>3, n\in\mathbb{Z} ≠ n>4, n\in\mathbb{Z} ; n \in \mathbb{Z}
 x=2 \text{ or } x=3 ⇒ x\in\{2,3\} ; x \in \{3, 2\} ≠ x\in\{2,4\}
 1000, 2000 ⇒ 1,000, 2,000 ; 2,000, 1,000 ≠ 1,000, 2,001
 (1000,2) ⇒ (1,000, 2) ; (1{,}000, 2) ≠ (1,000, 3) ; (1, 0, 2)
-(2,3] ⇒ 2 < x \le 3 ; 2<x\leq 3 ; 3 \geqslant x > 2 ; 2<x<=3 ; 2 < x ≤ 3 ≠ 2 < x < 3 ;
+(2,3] ⇒ 2 < x \le 3 ; 2<x\leqq 3 ; 3 \geqslant x > 2 ; 2<x<=3 ; 2 < x ≤ 3 ≠ 2 < x < 3 ;
     2\le x<3 ; x\le 3 ; 2 > x \ge 3
+2<x\le 3 ⇒ (2,3] ; x \in (2,3] ≠ y \in (2,3] ; [2,3] ; 2,3
+y < 2x+1 ⇒ y-2x<1 ≠ y-2x<2 ; y-2x \le 1
+x > 3 ⇒ x-3>0 ≠ x-3\ge 0
 [0,\infty) ⇒ x \geq 0 ; 0 \le x ≠ x > 0 ; x \le 0 ; |x| \ge 0
 (-\infty,1) \cup (3,\infty) ⇒ x<1 \text{ or } x>3 ; x > 3 or x < 1 ≠ x<1 ;
-    x\le 1 \text{ or } x>3
+    x\le 1 \text{ or } x>3 ; x<1 \text{ or } y>3
 (a,b) ⇒ a<x<b ≠ a\le x<b
 [1,2] ⇒ [1,2] ; \left[1,2\right] ; x \in [1,2] ; x\in[1, 2] ≠ (1,2) ; [1,2) ; (1,2] ; [2,1] ; 1,2 ;
     \{1,2\}
@@ -72,6 +79,7 @@ x=1, y=2 ⇒ x=1, y=2 ; y=2, x=1 ; 1, 2 ≠ x=2, y=1 ; 2, 1 ; x=1
 # units and degrees
 45 ⇒ 45° ; 45^\circ ; 45^{\circ} ; 45 \text{ degrees} ; 45 degrees ; 45\text{ cm} ; 45 cm ;
     45 square feet ≠ 46° ; 54° ; 45x ; 45' ; 45!
+25°C ⇒ 25 ; 25° ; 25^\circ\text{C} ≠ 25°F ; 25^\circ\mathrm{F}
 25 ⇒ 25°C ; 25^\circ F ; 25^\circ\text{C} ≠ 25C ; 26°C
 90^\circ ⇒ 90 ; 90° ; 90^\circ ; 90\text{ degrees} ; 90 degrees ≠ 9 ; 90\% ; \frac{\pi}{3} ; 180
 864 \mbox{ inches}^2 ⇒ 864 ; 864\text{ in}^2 ; 864 \text{ square inches} ; 864 inches^2 ≠ 865 ;
@@ -159,7 +167,7 @@ e^2 ⇒ e^{2} ; e \cdot e ; \exp(2) ≠ 7.389 ; 2e ; e^3
 \begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix} ⇒
     \begin{pmatrix} -\frac13 \\ \frac23 \\ \frac53 \end{pmatrix} ;
     \begin{bmatrix}-1/3\\2/3\\5/3\end{bmatrix} ;
-    \begin{pmatrix} -\frac13 \\[4pt] \frac23 \\[0.3em] \frac53 \end{pmatrix}
+    \begin{pmatrix} -\frac13 \\[4pt] \frac23 \\[-0.3 em] \frac53 \end{pmatrix}
     ≠ \begin{pmatrix} -0.333 \\ 0.667 \\ 1.667 \end{pmatrix} ;
     \begin{pmatrix} -1/3 & 2/3 & 5/3 \end{pmatrix} ; \begin{pmatrix} 1/3 \\ 2/3 \\ 5/3 \end{pmatrix}
 \left[\begin{array}{cc}1&2\\3&2+2\end{array}\right] ⇒
@@ -172,7 +180,7 @@ ABC ⇒ ABC ; \text{ABC} ≠ BAC ; ACB ; AB
 \angle ABC ⇒ \angle ABC ; \angle CBA ≠ \angle ACB ; \angle ABD
 \text{(C)} ⇒ C ; (C) ; \text{C} ; \text{(C)} ; \textbf{(C)} ; (\text{C}) ≠ B ; \text{(B)} ; D ; CC
 \text{(C)} ⇒ \textbf{(C)}\ 12 ; (C) 12 ; \textbf{(C) }\frac{1}{2} ≠ \textbf{(B)}\ 12 ; 12 ; (C) 12 (B) 3
-\textbf{(C)}\ 12 ⇒ C ; \text{(C)} ; (C)~12 ≠ B ; (B) 12 ; 13
+\textbf{(C)}\ 12 ⇒ C ; \text{(C)} ; (C)~12 ; (C) 12.0 ; (C) $12$ ≠ B ; (B) 12 ; 13 ; (C) 13
 \text{Evelyn} ⇒ Evelyn ; evelyn ; \text{Evelyn} ≠ Eve ; Evelyn and Bob ; Bob
 even ⇒ \text{even} ; Even ≠ odd ; neve ; event
 \text{Yes} ⇒ yes ; Yes ≠ no ; y

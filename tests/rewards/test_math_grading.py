@@ -63,7 +63,10 @@ def test_gsm8k_agrees_with_every_judged_pair():
     (r"so $\frac{1}{2}$", "1/2"),
     (r"so $ \frac{1}{2} $.", "1/2"),
     ("thus $$x=5$$ holds", "5"),
-    ("The answer is\n\\[\nx = 5\n\\]", "5"),
+    ("The answer is\n\\[\nx = 5\n\\]", "5"), ("The answer is: \\[\nx = 5\n\\]", "5"),
+    ("**Answer:**\n12", "12"), ("**Answer:** \\[\n12\n\\]", "12"), ("**Answer**: **12**", "12"),
+    ("The answer is\n$$\n5\n$$", "5"), ("Answer:\n$$x=5$$", "5"), ("The answer is <answer>5</answer>", "5"),
+    ("<answer>The answer is 5.</answer>", "5"), (r"<answer>\sin x</answer>", r"\sin(x)"),
     (r"<answer>\frac{1}{2}</answer>", "1/2"), ("<answer> 1+x </answer>", "x+1"),
     ("<answer>she has 12 cats</answer>", "12"), ("<answer>12 cm</answer>", "12"),
 ])  # fmt: skip
