@@ -51,8 +51,8 @@ _AND = re.compile(
 )
 # 45' and 1 0, which the parser reads as 45 and as a sum
 _NO_FORMULA = re.compile(r"\d\s*'|(?<!_)\d\s+[\d.]")
+_SCALE = re.compile(r"°\s*(?:\\[a-z]+\s*\{\s*)?([CF])\s*\}?$")  # of a temperature
 # Texts of which the parser computes a product, a ratio or a difference
-_SCALE = re.compile(r"°\s*(?:\\[a-z]+\s*\{\s*)?([CF])\s*\}?$")
 _LETTER, _ANGLE = re.compile("[a-zA-Z]"), re.compile(r"\\angle\s*([A-Z]{3})")
 _CLOCK, _DATE = re.compile(r"\d{1,2}:[0-5]\d"), re.compile(r"\d{4}-\d\d-\d\d")
 _REALS = {
