@@ -388,7 +388,7 @@ def test_every_word_of_other_libraries_leads_to_a_setting():
 
     known = {*get_fields(RunSettings)}.union(*(get_fields(m.Settings) for m in METHODS.values()))
     names = [name for rows in _FOREIGN_NAMES.values() for name in rows]
-    assert {here for here, _ in names if here} <= known
+    assert {here for here, *_ in names if here} <= known
     # settings of some methods: beta of dpo and offline, epochs of ppo and others
     assert known & _FOREIGN_NAMES.keys() == {"beta", "epochs"}
 
