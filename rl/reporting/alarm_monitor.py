@@ -73,8 +73,9 @@ def read_metric(row: Row, name: str) -> float:
     sum of few such values is not finite.
     """
     value = row.get(name)
-    is_missing = value is None or _MAX_VALUE < abs(value) < math.inf
-    return math.nan if is_missing else float(value)
+    if value is None or _MAX_VALUE < abs(value) < math.inf:
+        return math.nan
+    return float(value)
 
 
 def read_column(rows: Iterable[Row], name: str) -> list[float]:
