@@ -21,11 +21,11 @@ train: $(STAMP)
 # Two workers of one thread each: tiny models gain little from a second thread, and many tests wait for processes of their own.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-# 11 to 18 minutes on two CPU cores: every test that takes seconds.
+# 13 to 17 minutes on two CPU cores: every test that takes seconds.
 test: $(DEV_STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# The tests that train models or start many processes: 30 minutes.
+# The tests that train models or start many processes: 22 to 38 minutes.
 slow: $(DEV_STAMP)
 	$(PYTEST) -m slow --durations=30 $(ARGS)
 
