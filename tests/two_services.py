@@ -37,9 +37,7 @@ def use(service: ServiceClient, seed: int) -> list:
 
 
 def get_refusal(out: Path) -> str:
-    """Return the error of a service whose learners DeepSpeed would train in the first service's
-    precision.
-    """
+    """Return the error of a service with another precision than the first service's."""
     try:
         ServiceClient(
             output_dir=out, settings=WorkerSettings(dtype="bf16")
@@ -61,7 +59,7 @@ def main(out: Path) -> None:
     again.close("success", detail="done").result()
     results["beside, alone"] = use(neighbor, 2)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        results["of another precision"] = get_refusal(out / "d")
+        results["other"] = get_refusal(out / "d")
     # The last service is not closed: the end of the script closes it.
     (out / "result.json").write_text(json.dumps(results))
 
