@@ -25,7 +25,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no
 test: $(DEV_STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-# The tests that train models or start many processes: 22 to 38 minutes.
+# The tests that train models or start many processes: 22 to 42 minutes.
 slow: $(DEV_STAMP)
 	$(PYTEST) -m slow --durations=30 $(ARGS)
 
