@@ -59,7 +59,7 @@ def main(out: Path) -> None:
     again.close("success", detail="done").result()
     results["beside, alone"] = use(neighbor, 2)
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        results["other"] = get_refusal(out / "d")
+        results["another dtype"] = get_refusal(out / "d")
     # The last service is not closed: the end of the script closes it.
     (out / "result.json").write_text(json.dumps(results))
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from rl.data.length_limits import LengthLimits, RowTooLong, cut_prompt
@@ -80,17 +79,8 @@ class RowCheck:
         """Return (maximum number of tokens, name of this limit): of a sample after a prompt of
         `prompt_length` tokens, or of a row that is only trained on (None).
         """
-        if prompt_length not in self._limits_by_length:
-            trained = {"max_context": self.info["max_context"]}
-            info = trained if prompt_length is None else self.info
-            limit = find_length_limit(info, prompt_length or 0)
-            self._limits_by_length[prompt_length] = limit
-        return self._limits_by_length[prompt_length]
-
-    @cached_property
-    def _limits_by_length(self) -> dict[int | None, tuple[int, str]]:
-        """Hold the limits by length of prompt: thousands of rows share a few lengths."""
-        return {}
+        info = self.info if prompt_length is not None else {"max_context": self.info["max_context"]}
+        return find_length_limit(info, prompt_length or 0)
 
     def __call__(self, problem: Problem) -> Problem:
         """Return the row, with its prompt cut if on_too_long is "cut".
