@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -211,7 +211,7 @@ class ChatConsole:
         if not rows:
             raise ValueError("there is no message to save")
         try:
-            with Path(argument).expanduser().open("a", encoding="utf-8") as file:
+            with open(os.path.expanduser(argument), "a", encoding="utf-8") as file:
                 file.writelines(map(format_json_line, rows))
         except OSError as error:
             raise ValueError(

@@ -8,7 +8,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-from rl.envs.question_env import QuestionEnv, find_last_integer
+from rl.envs.question_env import QuestionEnv, find_last_number
 
 _OPERATORS: dict[type, Any] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -105,5 +105,5 @@ class CalculatorEnv(QuestionEnv):
         return f"{a}{operation}{b}=", str({"+": a + b, "-": a - b, "*": a * b}[operation])
 
     def extract_answer(self, response: str) -> str | None:
-        """Return the last integer in an answer."""
-        return find_last_integer(response)
+        """Return the last number in an answer."""
+        return find_last_number(response)

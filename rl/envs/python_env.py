@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl.envs.locked_cache import cache_once
-from rl.envs.question_env import QuestionEnv, find_last_integer
+from rl.envs.question_env import QuestionEnv, find_last_number
 from rl.envs.tools import Tool
 from rl.sandbox import PythonSession, Sandbox, SandboxLimits
 from rl.types import Message
@@ -86,8 +86,8 @@ class Python(QuestionEnv):
         return (turn.text + ended).strip() or "(nothing was printed)"
 
     def extract_answer(self, response: str) -> str | None:
-        """Return the last integer in an answer."""
-        return find_last_integer(response)
+        """Return the last number in an answer."""
+        return find_last_number(response)
 
     def close(self) -> None:
         """Close the interpreter."""

@@ -82,7 +82,7 @@ class QuestionEnv(Environment):
         return response.strip()
 
 
-def find_last_integer(response: str) -> str | None:
-    """Return the last integer in an answer."""
-    numbers = re.findall(r"-?\d+", response.replace(",", ""))
-    return numbers[-1] if numbers else None
+def find_last_number(response: str) -> str | None:
+    """Return the last number in an answer, a whole number without decimals: 56 for 56.0."""
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", response.replace(",", ""))
+    return re.sub(r"\.0+$", "", numbers[-1]) if numbers else None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl.judges.reward_scores import compute_answer_logprobs
-from rl.renderers import normalize_messages, split_thoughts
+from rl.renderers import THOUGHT_BEGIN, normalize_messages, split_thoughts
 from rl.types import Message, ModelInput
 
 if TYPE_CHECKING:
@@ -68,8 +68,16 @@ def make_comparison(first: Sequence[Message], second: Sequence[Message]) -> Answ
 def _format_message(message: Message) -> str:
     """Return a message as text with its role, without thoughts."""
     content = str(message["content"])
-    text = split_thoughts(content)[0].strip() if message["role"] == "assistant" else content
+    text = drop_thoughts(content) if message["role"] == "assistant" else content
     return f"{_ROLE_NAMES.get(message['role'], message['role'])}: {text}"
+
+
+def drop_thoughts(answer: str) -> str:
+    """Return an answer without its thoughts and surrounding whitespace; "" for a thought that was
+    cut off.
+    """
+    text = split_thoughts(answer)[0].strip()
+    return "" if text.startswith(THOUGHT_BEGIN) else text
 
 
 def swap_answers(comparison: AnswerComparison) -> AnswerComparison:
@@ -85,9 +93,7 @@ def make_comparison_prompt(comparison: AnswerComparison) -> list[Message]:
     this form, and rows are shown in the same form.
     """
     conversation = format_conversation(comparison.messages)
-    first, second = (
-        split_thoughts(answer)[0].strip() for answer in (comparison.first, comparison.second)
-    )
+    first, second = map(drop_thoughts, (comparison.first, comparison.second))
     text = (
         f"[Conversation]\n{conversation}\n\n[Answer A]\n{first}\n\n[Answer B]\n{second}\n\n"
         "Which answer is better? Say A, B or tie.\n"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from rl.errors import UserError
-from rl.judges.comparison_judge import format_conversation
+from rl.judges.comparison_judge import drop_thoughts, format_conversation
 from rl.judges.episode_rewards import make_episode
 from rl.judges.openai_client import APIRequestError, OpenAIClient
 from rl.judges.reward_scores import (
@@ -118,9 +118,8 @@ def make_rubric_prompt(
             'Think, then end with "Score: N", where N is a number from 0 (not at all) to '
             f"{rubric.scale:g} (entirely)."
         )
-    answer_text = split_thoughts(answer)[0].strip()
     text = (
-        f"[Conversation]\n{format_conversation(messages)}\n\n[Answer]\n{answer_text}\n\n"
+        f"[Conversation]\n{format_conversation(messages)}\n\n[Answer]\n{drop_thoughts(answer)}\n\n"
         f"[Question]\n{question.text.strip()} {instruction}\n"
     )
     return [{"role": "user", "content": text}]

@@ -288,6 +288,7 @@ def make_answer(row: Row) -> dict[str, Any]:
         "advantage": _round(row.get("advantage")),
         "stop": sanitize_text(episode.stop_reason, _PIECE_LIMIT),
         "length": sum(map(_measure_length, episode.answers)),
+        "unit": "tokens" if any(item.get("tokens") for item in episode.answers) else "characters",
         "metrics": _bound_metrics(row.get("metrics")),
         "score": score_row(row),
         **_describe_problem(row),

@@ -248,6 +248,7 @@ class ChatReply(SamplingReply):
             )
         self.prompts, stops = [self.prompt], self.renderer.get_stop_sequences()
         self.params = body.make_params(body.max_new_tokens, stops)
+        self.stop_ids = {*body.stop_token_ids}.difference(stops)
         # parses samples, without the stop texts of the request
         self.reader = self.renderer
         if request_stops := get_request_stop_texts(self.params, stops):
@@ -274,7 +275,11 @@ class ChatReply(SamplingReply):
         self, index: int, sequence: SampledSequence, top: TopLogprobs | None
     ) -> ChatChoice:
         """Return a choice of the response, and record its turn. Each tool call gets an id."""
-        message = self.parse(sequence.tokens, ended=True)
+        tokens = list(sequence.tokens)
+        # a stop id of the request is no part of the message
+        ends_at_stop_id = sequence.stop_reason == "stop" and tokens[-1] in self.stop_ids
+        tokens = tokens[:-1] if ends_at_stop_id else tokens
+        message = self.parse(tokens, ended=True)
         calls = message.get("tool_calls") or ()
         reply: AssistantMessage = {
             "role": "assistant",
@@ -288,7 +293,8 @@ class ChatReply(SamplingReply):
                 {"id": make_id("call"), "type": "function", "function": call["function"]}
                 for call in calls
             ]
-        answer, is_complete = self.reader.parse_response(sequence.tokens)
+        answer, is_complete = self.reader.parse_response(tokens)
+        is_complete = is_complete or ends_at_stop_id
         turn = SampledTurn(self.prompt, sequence, answer, is_complete, self.messages, self.tools)
         self.session.record_turn(turn, *to_messages([read_body(ChatMessage, reply)]))
         is_cut = sequence.stop_reason == "length"

@@ -1211,6 +1211,18 @@ def test_answers_of_a_built_in_environment_are_graded_wherever_it_runs(play, res
     assert [group.get_total_rewards() for group in result.groups] == [[1.0], [0.0], [0.0]]
 
 
+@pytest.mark.parametrize(
+    "answer, is_right",
+    [("7", True), ("It is 7.", True), ("14 - 7 = 7.0", True), ("1,4; 7", True),
+     ("2.7", False), ("7.5", False), ("70", False), ("-7", False)],
+)  # fmt: skip
+def test_a_calculators_answer_is_its_last_number(play, resolve, answer, is_right, monkeypatch):
+    question = staticmethod(lambda: ("14-7=", "7"))
+    monkeypatch.setattr("rl.envs.calculator_env.CalculatorEnv.make_question", question)
+    result = play(resolve("calculator"), lambda *_: answer)
+    assert result.groups[0].get_total_rewards() == [float(is_right)]
+
+
 def test_a_grader_of_ones_own_reads_its_variables_and_what_it_raises_is_named(
     play, write, monkeypatch
 ):

@@ -33,10 +33,13 @@ from rl.judges import (
     LearnedRewards,
     PairwiseJudge,
     RewardModel,
+    Rubric,
+    RubricQuestion,
     make_comparison_prompt,
     swap_answers,
 )
 from rl.judges.comparison_judge import VERDICT_LABELS, ComparisonVerdict
+from rl.judges.rubric_judge import make_rubric_prompt
 from rl.learner.packing import LAYOUTS
 from rl.losses import get_loss
 from rl.rollout import Trajectory, TrajectoryGroup, Transition, compute_calibration_error
@@ -252,6 +255,16 @@ def make_logged_episode(*exchange, messages=True):
         action = SampledSequence([5], [-1.0])
         turns.append(Transition(ModelInput.empty(), action, 0.0, False, {}, logs))
     return Trajectory(turns)
+
+
+def test_a_thought_that_was_cut_off_is_not_shown_to_a_judge():
+    """The judge would pay for reasoning that never became an answer."""
+    user = [{"role": "user", "content": "2+2?"}]
+    cut, question = "<think>\nIt is four", RubricQuestion("Is it right?")
+    rubric = make_rubric_prompt(user, cut, question, Rubric((question,)))[0]["content"]
+    assert "[Answer]\n\n\n[Question]" in rubric
+    compared = make_comparison_prompt(AnswerComparison(user, cut, "4, not <think>"))[0]["content"]
+    assert "[Answer A]\n\n\n[Answer B]\n4, not <think>\n" in compared
 
 
 @pytest.mark.parametrize("messages", [True, False])

@@ -225,6 +225,13 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(client, monkeypatch):
     assert last.sequence.tokens == greedy(client, last.prompt)
 
 
+def test_a_file_of_an_unknown_user_does_not_end_the_chat(client, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    session = make_session(client)
+    out = chat(monkeypatch, [session], ["1+2=", "/save ~nobody-here/chat.jsonl", "3="])
+    assert "~nobody-here/chat.jsonl cannot be written" in out and len(session.turns) == 2
+
+
 class InterruptedSession(ChatSession):
     """Send Ctrl-C to the process before the first token, if `interrupts` is set."""
 

@@ -478,6 +478,21 @@ def test_checkpoints_have_the_metrics_of_their_step(tmp_path, small_plotly):
     assert ["grpo-4", "step", "4", "0.8765"] in rows
 
 
+def test_a_length_without_tokens_is_one_of_characters(tmp_path, small_plotly):
+    """Held-out answers are stored without tokens."""
+    turns = [{"response": "abc"}, {"response": "de"}]
+    rollouts = {
+        "step_000001.jsonl": [make_row(0, 1.0, "forty", tokens=["for", "ty"])],
+        "grpo-eval-000001.jsonl": [make_row(0, 1.0, "forty"), make_row(1, 0.0, turns=turns)],
+    }
+    folder = write_run(tmp_path / "run", [{"step": 1, "stage": "grpo"}], rollouts)
+    stored = read_page(write_report([folder]))[1]["runs"][0]["rollouts"]
+    (answer,) = stored["batches"][0]["groups"][0]["answers"]
+    assert (answer["length"], answer["unit"]) == (2, "tokens")
+    lengths = [(row["length"], row["unit"]) for row in stored["evaluations"][0]["rows"]]
+    assert sorted(lengths) == [(5, "characters")] * 2
+
+
 def test_steps_with_alarms_are_shown(tmp_path, small_plotly):
     rollouts = {
         f"step_{step:06d}.jsonl": [make_row(0, 1.0), make_row(0, 0.0)] for step in range(1, 101)
@@ -603,6 +618,9 @@ def test_a_browser_shows_the_curves_and_answers_of_a_run(tmp_path, open_page):
     hover = page.locator("#source-view span.r6").first.get_attribute("title")
     ratio = float(re.search(r"ratio ([0-9.]+)", hover)[1])
     assert ratio >= 2 and re.search(r"entropy [0-9.]+", hover)
+
+    facts = page.locator("#problem-view article p:nth-of-type(2)").first.text_content()
+    assert " characters" in facts and " tokens" not in facts  # held-out answers have no tokens
 
     titles = page.locator("#problem-view article b")
     assert titles.all_text_contents() == ["step 0", "step 10", "step 24"]

@@ -188,6 +188,27 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(make_scripted, wish):
     assert endpoint.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "Hel"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_id_ends_an_answer_and_is_no_part_of_it(tiny, stream):
+    options = {"seed": 1, "max_tokens": 12}
+    free = chat(tiny, **options, return_token_ids=True)
+    ids = free["choices"][0]["token_ids"]
+    k = next(i for i in range(2, len(ids)) if ids[i] not in ids[:i])
+    text = tiny.engine.client.get_tokenizer().decode(ids[:k])
+    body = {"messages": ASK, **options, "stop_token_ids": [ids[k]], "stream": stream}
+    reply = tiny.http.post("/session/stop-id/v1/chat/completions", json=body)
+    if stream:
+        lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
+        deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+        assert "".join(delta.get("content") or "" for delta in deltas) == text
+    else:
+        assert reply.json()["choices"][0]["message"]["content"] == text
+    session = tiny.sessions.find("", "stop-id")
+    turn = session.turns[-1]
+    assert turn.sequence.tokens == ids[: k + 1]  # which training needs
+    assert turn.answer["content"] == text and turn.is_complete
+
+
 # ------------------------------------------------------------------------------------------ scoring
 
 

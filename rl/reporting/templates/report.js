@@ -276,7 +276,7 @@ function renderAnswer(answer, { title = null, before = null } = {}) {
   const facts = [`reward ${formatNumber(answer.reward)}`];
   if (answer.advantage !== null) facts.push(`advantage ${formatNumber(answer.advantage)}`);
   if (answer.stop) facts.push(answer.stop);
-  facts.push(`${answer.length} tokens`);
+  facts.push(`${answer.length} ${answer.unit}`);
   for (const [name, value] of Object.entries(answer.metrics)) facts.push(`${name} ${formatNumber(value)}`);
   const side = answer.advantage ? answer.advantage : answer.advantage === null && answer.score !== null ? answer.score - 0.5 : 0;
   const article = element("article", { class: `${side > 0 ? "up" : side < 0 ? "down" : ""}${answer.html ? " wide" : ""}` });
