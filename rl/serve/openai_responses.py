@@ -370,7 +370,8 @@ class TextReply(SamplingReply):
 
     def decode_certain(self, index: int, tokens: Sequence[int]) -> str:
         """Return the certain part of the text of a choice, from its tokens so far."""
-        return self._make_echo(index) + trim_uncertain_end(self.decode(tokens), self.stops)
+        text = self._decode_after_prompt(index, tokens)
+        return self._make_echo(index) + trim_uncertain_end(text, self.stops)
 
     def _make_echo(self, index: int) -> str:
         """Return the text before the sample of a choice: its prompt if `echo`, else ""."""
@@ -379,13 +380,22 @@ class TextReply(SamplingReply):
             return ""
         return prompt if isinstance(prompt, str) else self.decode(prompt)
 
-    def _decode_sample(self, sequence: SampledSequence) -> str:
-        """Return the sampled text, without the end token or stop text."""
-        text = self.decode(sequence.tokens)
+    def _decode_after_prompt(self, index: int, tokens: Sequence[int]) -> str:
+        """Return the exact text of the tokens of a choice. Tokenizers such as Llama 2's drop a
+        space at the beginning of a text, which these tokens are not.
+        """
+        last = self.prompts[index // self.n][-1:]
+        before, text = self.decode(last), self.decode([*last, *tokens])
+        return text[len(before) :] if text.startswith(before) else self.decode(tokens)
+
+    def _decode_sample(self, index: int, sequence: SampledSequence) -> str:
+        """Return the sampled text of a choice, without the end token or stop text."""
+        text = self._decode_after_prompt(index, sequence.tokens)
         cuts = [place for stop in self.stops if (place := text.find(stop)) >= 0]
         if cuts:
             return text[: min(cuts)]
-        return self.decode(sequence.tokens[:-1]) if sequence.stop_reason == "stop" else text
+        is_stopped = sequence.stop_reason == "stop"
+        return self._decode_after_prompt(index, sequence.tokens[:-1]) if is_stopped else text
 
     def _make_logprobs(
         self, tokens: Sequence[int], logprobs: Sequence[float | None], rows: Sequence[TopRow]
@@ -422,7 +432,7 @@ class TextReply(SamplingReply):
         prompt, response = self.prompts[p], self.responses[p]
         if not self.shows_samples:  # the prompt is scored, the sampled token is dropped
             sequence = SampledSequence([], [], "length")
-        text = self._decode_sample(sequence)
+        text = self._decode_sample(index, sequence)
         if self.shows_samples:
             self._record_text(prompt, sequence, text)
         choice: TextChoice = {

@@ -10,6 +10,8 @@ import httpx
 import pytest
 from endpoints import Endpoint, ScriptedBackend, TinyBackend
 from serving import until
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rl.envs import resolve_environment
 from rl.errors import BadRequestError, ContextLengthError
@@ -207,6 +209,29 @@ def test_a_stop_id_ends_an_answer_and_is_no_part_of_it(tiny, stream):
     turn = session.turns[-1]
     assert turn.sequence.tokens == ids[: k + 1]  # which training needs
     assert turn.answer["content"] == text and turn.is_complete
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_continuation_begins_with_its_space(make_scripted, tmp_path, stream):
+    """Llama 2's tokenizer, as others of SentencePiece, drops the first space of a text."""
+    words = ["<unk>", "</s>", "▁It", "▁is", "▁so", "▁", "s"]
+    model = models.WordLevel({word: i for i, word in enumerate(words)}, "<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+    fast.save_pretrained(tmp_path)
+    assert fast.decode([3, 4]) == "is so"
+    endpoint = make_scripted(lambda *_: "is so", "plain", str(tmp_path))
+    body = {"prompt": "It", "stream": stream, "echo": True}
+    reply = endpoint.http.post("/v1/completions", json=body)
+    if stream:
+        lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
+        text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+    else:
+        text = reply.json()["choices"][0]["text"]
+    ((prompt, tokens),) = endpoint.engine.drawn
+    assert text == "It is so" == fast.decode([*prompt, *tokens[:-1]])
 
 
 # ------------------------------------------------------------------------------------------ scoring
