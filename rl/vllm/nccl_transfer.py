@@ -12,7 +12,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,21 @@ class _UniqueId(ctypes.Structure):
 class NcclSender:
     """Send bytes to the workers of a server, as rank 0 of a communicator.
 
-    `unique_id`: with which the workers join. `connect` and `broadcast` wait for the workers;
-    `abort` ends a broadcast that another thread waits for. Raises NcclError, and OSError if there
-    is no library of NCCL.
+    `unique_id`: with which the workers join. `connect` and `broadcast` wait for the workers, and
+    raise NcclError after `abort`, which ends a broadcast that another thread waits for. NCCL lets
+    `connect` wait until the workers join. Raises OSError if there is no library of NCCL.
     """
 
     def __init__(self) -> None:
         self._library = load_library()
         self._device = torch.device("cpu")  # of a library in the tests
+        self._stream: torch.cuda.Stream | None = None
         if torch.cuda.is_available():
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._id, self._comm = _UniqueId(), ctypes.c_void_p()
+            # The learner may compute meanwhile. PyTorch keeps a buffer's memory for its stream, so
+            # a stream for each buffer would keep many buffers.
+            self._stream = torch.cuda.Stream(self._device)
+        self._id, self._comm, self._has_ended = _UniqueId(), ctypes.c_void_p(), False
         self._lock = threading.Lock()
         self._check(self._library.ncclGetUniqueId(ctypes.byref(self._id)))
 
@@ -62,46 +66,45 @@ class NcclSender:
     def connect(self, num_workers: int) -> None:
         """Join the communicator, and add up one number with all workers, as vLLM expects."""
         comm = ctypes.c_void_p()
-        with self._on_device():
+        with torch.cuda.stream(self._stream):
             init = self._library.ncclCommInitRank
             self._check(init(ctypes.byref(comm), num_workers + 1, self._id, 0))
-            self._comm = comm
+            with self._lock:
+                self._comm, has_ended = comm, self._has_ended
+            if has_ended:
+                self.abort()
             number = torch.zeros(1, device=self._device)
             pointer = ctypes.c_void_p(number.data_ptr())
-            stream = self._stream()
             reduce = self._library.ncclAllReduce
-            self._check(reduce(pointer, pointer, 1, _FLOAT32, _SUM, comm, stream))
+            self._check(reduce(pointer, pointer, 1, _FLOAT32, _SUM, *self._get_targets()))
             self._synchronize()
 
     def broadcast(self, data: Tensor) -> None:
         """Send bytes (a tensor of uint8 on the CPU) to all workers."""
-        with self._on_device():
+        with torch.cuda.stream(self._stream):
             data = data.to(self._device)
             pointer, count = ctypes.c_void_p(data.data_ptr()), data.numel()
             send = self._library.ncclBroadcast
-            self._check(send(pointer, pointer, count, _UINT8, 0, self._comm, self._stream()))
+            self._check(send(pointer, pointer, count, _UINT8, 0, *self._get_targets()))
             self._synchronize()
 
     def abort(self) -> None:
         """End the communicator at once. A broadcast in another thread fails or ends early."""
         with self._lock:
+            self._has_ended = True
             comm, self._comm = self._comm, ctypes.c_void_p()
             if comm:
                 self._library.ncclCommAbort(comm)
 
-    def _on_device(self) -> Any:
-        """Return a context of the device with its own stream: the learner may compute meanwhile."""
-        if self._device.type == "cpu":
-            return nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self._device))
-
-    def _stream(self) -> ctypes.c_void_p:
-        is_cuda = self._device.type == "cuda"
-        return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream if is_cuda else None)
+    def _get_targets(self) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        """Return the communicator and the stream of a call. Raises NcclError after `abort`."""
+        if not (comm := self._comm):
+            raise NcclError("the communicator has ended")
+        return comm, ctypes.c_void_p(self._stream and self._stream.cuda_stream)
 
     def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _check(self, result: int) -> None:
         if result:
@@ -123,7 +126,7 @@ class NcclTransfer:
         """
         try:
             sender = self._sender or self._connect()
-            self._start_update()
+            self._call("/start_weight_update", {}, self._seconds)
             # the values of each are freed before the next
             forms = [(name, x.dtype, list(x.shape)) for name, x in read_tensors(folder)]
             info = {
@@ -150,8 +153,12 @@ class NcclTransfer:
 
     def _connect(self) -> NcclSender:
         workers = int(self._call("/get_world_size")["world_size"])
-        with suppress(VllmServerError):  # it may hold the communicator of a run that has ended
-            self._call("/shutdown_weight_transfer_engine", {}, self._seconds)
+        # Layers count the tensors that they got in an update that failed until an update is
+        # finished. That of a killed run may still be open, and its communicator with it.
+        with suppress(VllmServerError):
+            self._call("/start_weight_update", {}, self._seconds)
+        self._call("/finish_weight_update", {}, self._seconds)
+        self._call("/shutdown_weight_transfer_engine", {}, self._seconds)
         try:
             self._sender = sender = NcclSender()
         except (NcclError, OSError) as error:
@@ -167,21 +174,13 @@ class NcclTransfer:
         self._run_both(sender, lambda: sender.connect(workers), path, {"init_info": info})
         return sender
 
-    def _start_update(self) -> None:
-        try:
-            self._call("/start_weight_update", {}, self._seconds)
-        except VllmServerError:  # an update that a killed run began may still be open
-            with suppress(VllmServerError):
-                self._call("/finish_weight_update", {}, self._seconds)
-            self._call("/start_weight_update", {}, self._seconds)
-
     def _run_both(
         self, sender: NcclSender, work: Callable[[], None], path: str, body: dict[str, Any]
     ) -> None:
         """Do work in a thread while the server executes a call, in which its workers take part.
 
-        The work cannot be interrupted before the communicator exists, so the thread is one that the
-        end of the process does not wait for.
+        Nothing ends the wait for workers that do not join, so it is a daemon thread: the end of the
+        process does not wait for it.
         """
         errors: list[BaseException] = []
 
@@ -207,7 +206,9 @@ class NcclTransfer:
 
 
 def load_library() -> ctypes.CDLL:
-    """Return the library of NCCL that torch has loaded. Raises OSError if there is none."""
+    """Return the library of NCCL, by default the one that torch has loaded. Raises OSError if there
+    is none.
+    """
     default = "librccl.so.1" if torch.version.hip else "libnccl.so.2"
     library = ctypes.CDLL(os.environ.get(LIBRARY_VARIABLE) or default)
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t

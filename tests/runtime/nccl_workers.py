@@ -47,6 +47,7 @@ class NcclWorkers:
     def __init__(self, library, count):
         self.library, self.count = ctypes.CDLL(str(library)), count
         self.comms, self.is_active, self.fault = [], False, None
+        self.has_parts = False  # tensors of an update that failed
         self.calls, self.info, self.buffers = [], None, 0
         self.ends_hang = threading.Event()
 
@@ -69,13 +70,16 @@ class NcclWorkers:
         elif path == "/finish_weight_update":
             if not self.is_active:
                 return False, None
-            self.is_active = False
+            self.is_active = self.has_parts = False
         else:
             assert path == "/update_weights" and self.is_active
+            if self.has_parts:  # vLLM's layers count the tensors that they already hold
+                self.is_active = False
+                return False, None
             try:
                 received = self.each(lambda rank: self.receive(rank, **body["update_info"]))
             except (RuntimeError, IndexError):  # as vLLM's worker
-                self.is_active = False
+                self.is_active, self.has_parts = False, True
                 return False, None
             first, *others = received
             for other in others:

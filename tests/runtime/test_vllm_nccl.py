@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from rl.errors import UserError
 from rl.processes import find_descendants
 from rl.runtime import SamplerSettings, WorkerSettings
 from rl.vllm import nccl_transfer
-from rl.vllm.nccl_transfer import NcclSender, pack_tensors, read_tensors
+from rl.vllm.nccl_transfer import NcclError, NcclSender, pack_tensors, read_tensors
 
 VLLM = "WHETSTONE_VLLM"  # variable with the command of a real vLLM
 
@@ -66,7 +67,7 @@ def test_weights_arrive_over_nccl_at_every_update(kind, start):
     round_ = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
     for stub in stubs:
         first = ["/shutdown_weight_transfer_engine", "/init_weight_transfer_engine"]
-        assert stub.workers.calls == [*first, *round_ * 3]
+        assert stub.workers.calls == [round_[0], round_[2], *first, *round_ * 3]
         assert not stub.folders and stub.workers.buffers > 2
 
 
@@ -81,21 +82,9 @@ def test_a_server_without_its_communicator_gets_another(restarts, start):
         stub.version = "default"
     else:
         stub.workers.is_active = True
-        stub.workers.post = wrap_shutdown(stub.workers.post)
     update(policy)
     check_logprobs(policy, sample(policy.save_weights_and_get_sampling_client()))
     assert not stub.folders
-
-
-def wrap_shutdown(post):
-    """Refuse to leave a communicator while an update is active, as vLLM does."""
-
-    def answer(path, body):
-        if path == "/shutdown_weight_transfer_engine":
-            return False, None
-        return post(path, body)
-
-    return answer
 
 
 @pytest.mark.parametrize(
@@ -139,6 +128,27 @@ def test_the_error_of_a_transfer_that_fails_on_this_side_is_shown(start, monkeyp
     with pytest.raises(UserError, match="no vLLM server.*NCCL: the disk has gone") as caught:
         sample(policy.save_weights_and_get_sampling_client())
     assert "sampler_folder" not in str(caught.value)
+
+
+def test_a_transfer_that_was_given_up_does_not_wait_for_workers(library, monkeypatch):
+    """Also if they join later. A broadcast would otherwise run on the GPU without an end."""
+    monkeypatch.setenv("VLLM_NCCL_SO_PATH", str(library))
+    sender, workers = NcclSender(), NcclWorkers(library, 1)
+    with ThreadPoolExecutor(1) as executor:
+        connection = executor.submit(sender.connect, 1)
+        time.sleep(0.2)  # until it waits
+        sender.abort()
+        workers.info = {
+            "nccl_unique_id_b64": sender.unique_id,
+            "rank_offset": 1,
+            "world_size": 2,
+        }
+        with pytest.raises(RuntimeError, match="NCCL returned"):
+            workers.join(0)
+        with pytest.raises(NcclError, match="has ended"):
+            connection.result(20)
+    with pytest.raises(NcclError, match="has ended"):
+        sender.broadcast(torch.zeros(1, dtype=torch.uint8))
 
 
 def test_a_machine_without_nccl_refuses_such_a_server(library, servers, connect, monkeypatch):  # noqa: F811
@@ -222,4 +232,8 @@ def test_the_library_of_a_gpu_takes_the_calls():
     sender = NcclSender()
     sender.connect(0)
     sender.broadcast(torch.arange(100, dtype=torch.uint8))
+    held, size = torch.cuda.memory_reserved(), 32 << 20
+    for _ in range(40):
+        sender.broadcast(torch.zeros(size, dtype=torch.uint8))
+    assert torch.cuda.memory_reserved() - held < 3 * size
     sender.abort()
