@@ -100,7 +100,8 @@ class NcclSender:
         """Return the communicator and the stream of a call. Raises NcclError after `abort`."""
         if not (comm := self._comm):
             raise NcclError("the communicator has ended")
-        return comm, ctypes.c_void_p(self._stream and self._stream.cuda_stream)
+        stream = None if self._stream is None else self._stream.cuda_stream
+        return comm, ctypes.c_void_p(stream)
 
     def _synchronize(self) -> None:
         if self._stream is not None:
@@ -127,7 +128,6 @@ class NcclTransfer:
         try:
             sender = self._sender or self._connect()
             self._call("/start_weight_update", {}, self._seconds)
-            # the values of each are freed before the next
             forms = [(name, x.dtype, list(x.shape)) for name, x in read_tensors(folder)]
             info = {
                 "names": [name for name, _, _ in forms],
@@ -147,9 +147,9 @@ class NcclTransfer:
 
     def disconnect(self) -> None:
         """End the communicator, such as that of a server that has been restarted."""
-        if self._sender is not None:
-            self._sender.abort()
-            self._sender = None
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.abort()
 
     def _connect(self) -> NcclSender:
         workers = int(self._call("/get_world_size")["world_size"])
