@@ -235,9 +235,12 @@ class ServerPool:
             if failure.has_wrong_weights:
                 raise UnavailableServerError(f"{failure}. Nothing was sampled with these weights")
         if len(messages) == len(self.servers):
+            advice = self.servers[0].remedy
+            if any(server.reads_folders for server in self.servers):
+                path = f"Every server must see {weights.folder} under this path (sampler_folder)"
+                advice = f"{path}; {advice}"
             raise UnavailableServerError(
-                f"no vLLM server has the new weights: {messages[0]}. Every server must see "
-                f"{weights.folder} under this path (sampler_folder); {self.servers[0].remedy}"
+                f"no vLLM server has the new weights: {messages[0]}. {advice}"
             )
         for message in messages:
             warn_on_rank_zero(f"{message}: no samples are sent to it until the next weights")

@@ -373,6 +373,7 @@ class StartedServer(VllmServer):
         if self._process is not None:
             self._process.stop()
             self._process = None
+        super().close()
 
 
 def _read_last_line(log: Path) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from rl.errors import UserError
+from rl.vllm.nccl_transfer import LIBRARY_VARIABLE, NcclTransfer, load_library
 from rl.vllm.sample_reply import (
     VllmServerError,
     check_form,
@@ -54,6 +55,12 @@ class VllmServer:
         # of the model loaded last: the manifest of the folder, and the digests in the server
         self._last_transfer: tuple[FolderManifest, dict[str, str]] | None = None
         self._model_id = self._version_id = ""  # of the model, and of the weights loaded last
+        self._transfer: NcclTransfer | None = None  # None: it loads models from their folders
+
+    @property
+    def reads_folders(self) -> bool:
+        """Return whether it loads weights, or adapters, from folders."""
+        return self._transfer is None or self.max_lora_rank > 0
 
     def check(self) -> None:
         """Check version and settings of the server. Raises UserError with the remedy."""
@@ -75,6 +82,9 @@ class VllmServer:
             self.tensor_parallel = int(parallel["tensor_parallel_size"])
             lora = config.get("lora_config") or {"max_lora_rank": 0}
             self.max_lora_rank = int(lora["max_lora_rank"])
+            transfer = config.get("weight_transfer_config") or {}
+            if transfer.get("backend") == "nccl":
+                self._transfer = NcclTransfer(self.url, self.call, self.request_seconds)
             outputs = config.get("aux_output_config") or {}
             self.returns_experts = bool(outputs.get("enable_return_routed_experts"))
             self._check_settings(config)
@@ -122,6 +132,15 @@ class VllmServer:
                 f"{self.url} splits prompts, and vLLM 0.32 on a CPU fails when it does so for a "
                 "seeded sample: start it with --no-enable-chunked-prefill"
             )
+        if self._transfer is not None:
+            try:
+                load_library()
+            except OSError as error:
+                raise UserError(
+                    f"{self.url} gets weights over NCCL, which is missing here ({error}): start it "
+                    "without --weight-transfer-config, so that it loads them from a folder, or "
+                    f"train on a GPU ({LIBRARY_VARIABLE} names another library of NCCL)"
+                ) from error
         if self.max_lora_rank:
             self._check_adapter_settings(config["lora_config"])
 
@@ -244,11 +263,16 @@ class VllmServer:
     def _load_model(self, model: ServerWeights, version_id: str) -> None:
         """Load all weights, compare them with those of the folder, and set the version."""
         seconds, self._model_id = self.request_seconds, ""
+        if self._transfer is not None and self._read_version() != self._version_id:
+            self._transfer.disconnect()  # it has been restarted
         try:
             self.call("/pause?mode=keep&clear_cache=false", {}, seconds)
             self.call("/update_weight_version", {"new_version": f"{model.weights_id}-incomplete"})
-            arguments = {"weights_path": str(model.folder)}
-            self.call("/collective_rpc", {"method": "reload_weights", "kwargs": arguments}, seconds)
+            if self._transfer is not None:
+                self._transfer.send(model.folder)
+            else:
+                body = {"method": "reload_weights", "kwargs": {"weights_path": str(model.folder)}}
+                self.call("/collective_rpc", body, seconds)
             self._reset_prefix_cache()
             self._compare_weights(model.read_manifest(self.dtype))
             self._set_version(version_id)
@@ -316,7 +340,9 @@ class VllmServer:
         """Free the server's memory. Does nothing for a server that the user started."""
 
     def close(self) -> None:
-        """End the server. Does nothing for a server that the user started."""
+        """End the server. One that the user started is only disconnected."""
+        if self._transfer is not None:
+            self._transfer.disconnect()
 
     def call(
         self,

@@ -34,6 +34,7 @@ OTHERS = {
     *"enable-scale-out enable-lora enable-return-routed-experts hf-overrides logprobs-mode".split(),
     *"lora-target-modules max-cpu-loras max-lora-rank max-loras max-model-len".split(),
     *"no-enable-chunked-prefill no-enable-sleep-mode tensor-parallel-size".split(),
+    "weight-transfer-config",
 }
 # scripts of bench/ with flags that pages name
 BENCH = {"gpu", "campaign", "grpo_vs_trl", "harness", "sampler", "staleness", "vllm_learns"}

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import torch
+from nccl_workers import TRANSFER_PATHS
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -49,6 +50,7 @@ class StubServer:
         self.returns_experts = False
         self.checksum_reply = None  # a reply that differs from vLLM's
         self.failing_path = None  # of a call that is executed, then answered with an error
+        self.workers = None  # of --weight-transfer-config (NcclWorkers)
         self.bodies, self.folders, self.calls = [], [], []
         self.running, self.lock = threading.Event(), threading.RLock()
         self.running.set()
@@ -63,6 +65,8 @@ class StubServer:
         if path == "/v1/models":
             adapters = [{"id": name, "root": folder} for name, (folder, _) in self.adapters.items()]
             return {"data": [{"id": "base", "root": "base"}, *adapters]}
+        if path == "/get_world_size":
+            return {"world_size": self.workers.count}
         assert path == "/server_info"
         model = {
             "max_model_len": 256,
@@ -80,6 +84,7 @@ class StubServer:
             "scheduler_config": scheduler,
             "lora_config": lora,
             "device_config": {"device": "cpu"},
+            "weight_transfer_config": self.workers and {"backend": "nccl"},
             "aux_output_config": {"enable_return_routed_experts": self.returns_experts},
         }
         return {"vllm_config": {"model_config": model, **parts}}
@@ -103,6 +108,17 @@ class StubServer:
             self.folders.append(body["kwargs"]["weights_path"])
             if self.fault != "old weights":
                 self.load(self.folders[-1])
+        elif path in TRANSFER_PATHS:
+            assert not self.running.is_set()
+            succeeded, tensors = self.workers.post(path, body)
+            if not succeeded:
+                return None
+            if tensors is not None:
+                result = self.model.load_state_dict(tensors, strict=False)
+                assert not result.unexpected_keys and result.missing_keys in (
+                    [],
+                    ["lm_head.weight"],
+                )
         elif path == "/sleep":
             self.sleep_level = int(query.removeprefix("level="))
             assert self.sleep_level == (1 if self.lora_rank else 2)
@@ -293,6 +309,8 @@ def vllm_server(stub, spoil):
             if samples and body.get("model", "base") not in ("base", *stub.adapters):
                 return self.send(404, {"error": {"message": "The model does not exist"}})
             reply = (200, stub.post(path, body, query))
+            if reply[1] is None:
+                reply = (500, {"error": f"{path} failed"})
             if (
                 samples
                 and stub.fault not in (None, "old weights", "old adapter")
