@@ -185,7 +185,9 @@ def test_full_weights_and_saved_adapters_are_loaded_into_such_servers_too(server
         sample(policy.save_weights_and_get_sampling_client())
 
 
-@pytest.mark.parametrize("options", ["", "--max-steps-off-policy 2"])
+@pytest.mark.parametrize(
+    "options", ["", pytest.param("--max-steps-off-policy 2", marks=pytest.mark.slow)]
+)
 def test_runs_learn_from_adapters(options, servers, tmp_path):
     (stub, _), urls = servers(2)
     words = (
