@@ -67,12 +67,12 @@ def cover_pairs(table: list[Row], seed: int = 0) -> list[Row]:
     def pairs(row: Row) -> set:
         return {((i, row[i]), (j, row[j])) for i, j in itertools.combinations(range(len(row)), 2)}
 
-    shuffled = random.Random(seed).sample(table, len(table))
-    missing, chosen = set().union(*map(pairs, table)), []
+    shuffled = {row: pairs(row) for row in random.Random(seed).sample(table, len(table))}
+    missing, chosen = set().union(*shuffled.values()), []
     while missing:
-        best = max(shuffled, key=lambda row: len(pairs(row) & missing))
+        best = max(shuffled, key=lambda row: len(shuffled[row] & missing))
         chosen.append(best)
-        missing -= pairs(best)
+        missing -= shuffled[best]
     return chosen
 
 

@@ -97,12 +97,12 @@ ALLOWED: dict[str, dict[str, str]] = {
 def list_leaf_fields(cls: type) -> dict[str, tuple[type, str]]:
     """Return {flat name: (its class, its annotation)}."""
     result: dict[str, tuple[type, str]] = {}
-    hints = typing.get_type_hints(cls, include_extras=True)
+    hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hints[item.name]):
             result |= list_leaf_fields(typing.cast(type, hints[item.name]))
         else:
-            result[item.name] = (cls, str(typing.get_type_hints(cls)[item.name]))
+            result[item.name] = (cls, str(hints[item.name]))
     return result
 
 

@@ -23,7 +23,7 @@ FILES = {
     "not slow": ("test_kernel_interpreter", "test_kernel_draw", "test_kernel_lora"),
     "slow": (
         *("test_kernel_interpreter", "test_kernel_draw", "test_kernel_hopper"),
-        *("test_kernel_memory", "test_kernel_step", "test_kernel_paged"),
+        *("test_kernel_lora", "test_kernel_memory", "test_kernel_step", "test_kernel_paged"),
     ),
 }
 RUNS = [(marked, stem) for marked, stems in FILES.items() for stem in stems]

@@ -122,7 +122,10 @@ def test_the_config_names_the_class_of_the_weights(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:LoRA:UserWarning", "ignore:.*pattern keys:RuntimeWarning")
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3_moe", *(pytest.param(k, marks=pytest.mark.slow) for k in ("mixtral", "deepseek_v3"))],
+)
 def test_experts_are_written_as_they_are_published(kind, tmp_path):
     """vLLM reads a matrix of each expert. transformers joins them at load, and so did the folders
     that older versions wrote.
@@ -289,10 +292,13 @@ def merged_as_trained(name: str, folder: Path) -> float:
     return max(errors) / max(1.0, float(expected.abs().max()))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gpt2", "gemma2", "qwen3", "bert", "bert-generation", "big_bird", "camembert", "prophetnet"],
-)
+BERTS = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("bert-generation", "big_bird", "camembert")
+]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3", "bert", "prophetnet", *BERTS])
 def test_merging_is_right_for_a_tied_head(name, tmp_path):
     """In BERT's relatives the head's bias is tied as well; in ProphetNet the matrix has a third
     name.

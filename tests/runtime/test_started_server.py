@@ -109,7 +109,7 @@ def connect(tmp_path, state, url):
         yield make
 
 
-def check_samples(policy, num_prompts=6, num_samples=4):
+def check_samples(policy, num_prompts=6, num_samples=2):
     """Check that every requested sample arrives, with the logprobs of the learner's weights."""
     samples = sample(policy.save_weights_and_get_sampling_client(), num_prompts, num_samples)
     assert len(samples) == num_prompts * num_samples

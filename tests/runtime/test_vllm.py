@@ -186,18 +186,24 @@ def update(policy):
     policy.optim_step(AdamParams(learning_rate=1e-2, eps=1e-8)).result()
 
 
-def learner_logprobs(policy, prompt, sequence, temperature):
-    tokens = [*prompt, *sequence.tokens]
-    targets = TensorData(np.array(tokens[1:], np.int64))
-    datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": targets})
-    output = policy.forward([datum], "cross_entropy", {"temperature": temperature}).result()
-    return output.loss_fn_outputs[0]["logprobs"].array[-len(sequence.tokens) :]
+def learner_logprobs(policy, samples, temperature):
+    """Return the logprobs of each pair of a prompt and its answer's tokens."""
+    datums = []
+    for prompt, answer in samples:
+        tokens = [*prompt, *answer]
+        targets = TensorData(np.array(tokens[1:], np.int64))
+        datums.append(Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": targets}))
+    output = policy.forward(datums, "cross_entropy", {"temperature": temperature}).result()
+    return [
+        row["logprobs"].array[-len(answer) :]
+        for row, (_, answer) in zip(output.loss_fn_outputs, samples, strict=True)
+    ]
 
 
 def check_logprobs(policy, samples):
     """Check that samples have the logprobs of the learner's weights."""
-    for prompt, sequence in samples:
-        expected = learner_logprobs(policy, prompt, sequence, 0.7)
+    pairs = [(prompt, sequence.tokens) for prompt, sequence in samples]
+    for (_, sequence), expected in zip(samples, learner_logprobs(policy, pairs, 0.7), strict=True):
         np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
 
 
@@ -813,7 +819,7 @@ def test_new_weights_during_a_stream_show_in_the_versions_of_the_tokens(servers,
         (sequence,) = response.sequences
         assert sequence.versions == sorted(sequence.versions) and set(sequence.versions) == {0, 1}
         assert len(sequence.versions) == len(sequence.tokens) == 30 and sequence.version == 0
-        expected = learner_logprobs(policy, prompts[ticket], sequence, 0.7)
+        (expected,) = learner_logprobs(policy, [(prompts[ticket], sequence.tokens)], 0.7)
         new = np.array(sequence.versions) == 1
         np.testing.assert_allclose(np.array(sequence.logprobs)[new], expected[new], atol=1e-5)
         assert np.abs(np.array(sequence.logprobs) - expected)[~new].max() > 1e-3

@@ -19,7 +19,7 @@ from whole_runs import train
 from rl.client import SampleStream
 from rl.errors import UserError
 from rl.sampler import SamplingRequest
-from rl.types import ModelInput, SampledSequence, SamplingParams
+from rl.types import ModelInput, SamplingParams
 
 
 def make_policy(service, rank=4, **options):
@@ -87,7 +87,8 @@ def test_samples_in_flight_keep_the_adapter_that_they_began_with(servers, connec
     (a,), (b,) = finished[old].sequences, finished[new].sequences
     assert (a.version, a.versions, b.version, b.versions) == (1, None, 2, None)
     check_logprobs(policy, [([3, 5], b)])
-    assert np.abs(learner_logprobs(policy, [3, 4], a, 0.7) - a.logprobs).max() > 1e-3
+    (expected,) = learner_logprobs(policy, [([3, 4], a.tokens)], 0.7)
+    assert np.abs(expected - a.logprobs).max() > 1e-3
 
 
 def test_a_restarted_server_gets_the_model_and_the_adapter_again(servers, connect):
@@ -153,7 +154,7 @@ def test_scores_and_prompt_logprobs_are_the_learners(servers, connect):
     sampler = policy.save_weights_and_get_sampling_client()
     text = [3, 4, 5, 0, 7, 0]
     prompt = ModelInput.from_ints(text)
-    expected = learner_logprobs(policy, text[:1], SampledSequence(text[1:]), 1.0)
+    (expected,) = learner_logprobs(policy, [(text[:1], text[1:])], 1.0)
     response = sampler.sample(prompt, 2, PARAMS, include_prompt_logprobs=True).result()
     for logprobs in (sampler.compute_logprobs(prompt).result(), response.prompt_logprobs):
         assert logprobs[0] is None
@@ -184,7 +185,9 @@ def test_full_weights_and_saved_adapters_are_loaded_into_such_servers_too(server
         sample(policy.save_weights_and_get_sampling_client())
 
 
-@pytest.mark.parametrize("options", ["", "--max-steps-off-policy 2"])
+@pytest.mark.parametrize(
+    "options", ["", pytest.param("--max-steps-off-policy 2", marks=pytest.mark.slow)]
+)
 def test_runs_learn_from_adapters(options, servers, tmp_path):
     (stub, _), urls = servers(2)
     words = (

@@ -34,7 +34,16 @@ def run_seeds(kind, seeds):
     return result
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Each engine and each kind of model; the slow tests have their other pairs.
+QUICK = ("plain", "paged", "paged, drafts", "paged, adapters", "stepped, experts", "stepped, LoRA")
+
+
+def mark_slow(kinds, quick):
+    """Return the kinds as parameters, those outside `quick` marked slow."""
+    return [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in quick)) for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", mark_slow(KINDS, QUICK))
 def test_whatever_happens_to_an_engine_the_samples_are_the_same(kind):
     """Requests of all kinds, cancelled or moved to another engine, with new weights midway: each
     result equals that of the request alone.
@@ -68,17 +77,7 @@ def test_whatever_happens_to_an_engine_in_a_thousand_workloads(kind):
     run_seeds(kind, range(first, first + 1000))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "stepped",
-        "paged, drafts",
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("plain", "paged", "plain, drafts")
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", mark_slow(KINDS[:5], ["stepped"]))
 def test_whatever_happens_to_an_engine_of_two_ranks_the_samples_are_the_same(kind):
     """Each rank runs the same workload; each result equals that of a single rank with only this
     request.

@@ -121,14 +121,18 @@ def test_weights_that_replace_others_keep_none_of_their_matrices():
 EACH = ("qwen3", "qwen2", "llama", "granite", "olmo2", "smollm3", "gemma2", "olmo3")
 
 
-@pytest.mark.parametrize(
-    ("kind", "kernels", "pages"),
-    [
-        *((kind, kernels, not kernels) for kind in EACH for kernels in (True, False)),
-        *(("qwen3", kernels, kernels) for kernels in (True, False)),
-        *((kind, True, "stepped") for kind in (*EACH, "qwen2_moe")),
-    ],
-)
+MODES = [(True, False), (False, True), (True, "stepped")]
+# Every mode of one model and, in turn, one mode of each other model are quick.
+CASES = [("qwen3", *mode) for mode in (*MODES, (True, True), (False, False))]
+CASES += [("qwen2_moe", True, "stepped")]
+CASES += [
+    pytest.param(kind, *mode, marks=[pytest.mark.slow] * (i % 3 != j))
+    for i, kind in enumerate(EACH[1:])
+    for j, mode in enumerate(MODES)
+]
+
+
+@pytest.mark.parametrize(("kind", "kernels", "pages"), CASES)
 def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, pages, monkeypatch):
     if not kernels:
         monkeypatch.setattr("rl.sampler.cpu_kernels.load_cpu_kernels", lambda: None)
@@ -156,7 +160,9 @@ def test_each_model_draws_in_a_mixed_batch_what_it_draws_alone(kind, kernels, pa
 
 
 @pytest.mark.parametrize("pages", [False, True, "stepped"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))]
+)
 def test_random_workloads(seed, pages):
     """Requests arrive at any step, some are cancelled, conversations continue from the cache, and
     models get new weights while others are sampled. With pages, rows also wait and are recomputed.

@@ -33,10 +33,18 @@ PAGE = 4
 made = []
 
 
-@pytest.fixture(autouse=True, params=["paged", "stepped"])
+def pytest_generate_tests(metafunc):
+    """Run each test with device steps over pages, and slowly with single steps. A test counts calls
+    of a state, which device steps do not make.
+    """
+    kinds = ["paged"]
+    if "no_row_is_decoded_in_vain" not in metafunc.function.__name__:
+        kinds = ["stepped", pytest.param("paged", marks=pytest.mark.slow)]
+    metafunc.parametrize("small_pages", kinds, indirect=True)
+
+
+@pytest.fixture(autouse=True)
 def small_pages(monkeypatch, request):
-    if request.param == "stepped" and "no_row_is_decoded_in_vain" in request.node.name:
-        pytest.skip("it counts calls of a state, which steps that run by themselves do not make")
     if getattr(request.node, "callspec", None) and "hf" in request.node.callspec.params.values():
         pytest.skip("the generic decoder keeps no pages")
     kind, more = (

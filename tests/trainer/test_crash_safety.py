@@ -1,6 +1,7 @@
 """Test runs that are killed, hang, run out of disk space or are damaged."""
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_run import assert_same, command, environment, flat, rows, write
 
 from rl.distributed import StopRequest, checkpoint_folder
+from rl.errors import RankLost
 from rl.trainer.checkpoint_manager import CheckpointManager
 
 pytestmark = pytest.mark.skipif(
@@ -195,81 +197,110 @@ def test_no_room_is_known_before_anything_is_written(tmp_path):
 
 # ------------------------------------------------------------------------------------------ signals
 
-LISTEN = """
-import os, sys, time
-sys.path.insert(0, {repo!r})
-from rl.distributed.stop_signals import StopRequest
-with StopRequest(float(sys.argv[1]), ends_process=True) as request:
-    request.has_started = len(sys.argv) < 4
-    print("listening", flush=True)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        time.sleep(0.02)
-        if request.exit_code is not None and len(sys.argv) > 2:
-            time.sleep(float(sys.argv[2]))
-            sys.exit(request.exit_code)
-"""
+FORK = multiprocessing.get_context("fork")  # a new interpreter would import torch for each test
 
 
-def start_listener(*words: str) -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, "-c", LISTEN.format(repo=str(REPO)), *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout.readline() == "listening\n"
-    return process
+def listen(ready, grace: float, delay: float | None = None, has_started: bool = True) -> None:
+    """Wait for a stop signal. With `delay`, end that many seconds after it."""
+    with StopRequest(grace, ends_process=True) as request:
+        request.has_started = has_started
+        ready.set()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            time.sleep(0.02)
+            if request.exit_code is not None and delay is not None:
+                time.sleep(delay)
+                sys.exit(request.exit_code)
+
+
+@pytest.fixture
+def fork(tmp_path):
+    """Return a function that forks a process for a call. Its output goes to the file `log`."""
+    log, processes = tmp_path / "log", []
+
+    def redirect(function, *arguments):
+        sys.stdout = sys.stderr = log.open("w", buffering=1)
+        for descriptor in (1, 2):
+            os.dup2(sys.stderr.fileno(), descriptor)
+        function(*arguments)
+
+    def start(function, *arguments):
+        processes.append(FORK.Process(target=redirect, args=(function, *arguments), daemon=True))
+        processes[-1].start()
+        return processes[-1]
+
+    def wait(process, seconds: float = 15) -> tuple[int | None, str]:
+        process.join(seconds)
+        return process.exitcode, log.read_text()
+
+    yield start, wait
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+@pytest.fixture
+def start_listener(fork):
+    def start(*arguments):
+        ready = FORK.Event()
+        process = fork[0](listen, ready, *arguments)
+        assert ready.wait(15)
+        return process
+
+    return start
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
 )
-def test_one_request_may_come_several_times(number, code):
-    process = start_listener("30", "0.3")
+def test_one_request_may_come_several_times(fork, start_listener, number, code):
+    process = start_listener(30.0, 0.3)
     for _ in range(3):  # from the launcher, from the scheduler, ...
-        process.send_signal(number)
+        os.kill(process.pid, number)
         time.sleep(0.02)
-    assert process.wait(15) == code and process.stderr.read() == ""
+    assert fork[1](process) == (code, "")
 
 
-def test_before_the_first_step_there_is_nothing_to_save():
-    process = start_listener("30", "5", "starting")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(4) == 75 and "before the first step" in process.stderr.read()
+@pytest.mark.parametrize(
+    ("arguments", "signals", "reason"),
+    [
+        ((30.0, 5.0, False), [signal.SIGTERM], "SIGTERM before the first step"),
+        ((30.0,), [signal.SIGUSR1, signal.SIGTERM], "a second signal, SIGTERM"),
+        ((0.3,), [signal.SIGTERM], "the 0.3 s to stop in (the setting stop_grace) are over"),
+    ],
+)
+def test_the_process_ends_at_once(fork, start_listener, arguments, signals, reason):
+    """It ends without `delay` before the first step, at a second signal that is not the first one
+    again, and after the grace time.
+    """
+    process, begin = start_listener(*arguments), time.monotonic()
+    for i, number in enumerate(signals):
+        time.sleep(1.2 * i)
+        os.kill(process.pid, number)
+    code, text = fork[1](process)
+    assert code == 75 and reason in text
+    assert time.monotonic() - begin < 4
 
 
-def test_a_second_signal_ends_at_once():
-    process = start_listener("30")
-    process.send_signal(signal.SIGUSR1)
-    time.sleep(1.2)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(15) == 75 and "a second signal, SIGTERM" in process.stderr.read()
+def end_with(error: Exception) -> None:
+    try:
+        with StopRequest(30.0, ends_process=True):
+            raise error
+    except Exception as raised:
+        signal.raise_signal(signal.SIGTERM)
+        print("printed", raised)
 
 
-def test_an_exceeded_grace_time_ends_at_once():
-    process, begin = start_listener("0.3"), time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(15) == 75 and "stop_grace" in process.stderr.read()
-    assert time.monotonic() - begin < 10
-
-
-def test_after_the_loss_of_a_rank_the_error_is_printed_before_sigterm_ends_the_process():
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(RankLost("rank 1"), (0, "printed rank 1\n")), (ValueError(), (-signal.SIGTERM, ""))],
+)
+def test_after_the_loss_of_a_rank_the_error_is_printed_before_sigterm_ends_the_process(
+    fork, error, expected
+):
     """The launcher sends SIGTERM to the other ranks as soon as one is lost."""
-    code = f"""
-import signal, sys
-sys.path.insert(0, {str(REPO)!r})
-from rl.distributed.stop_signals import StopRequest
-from rl.errors import RankLost
-try:
-    with StopRequest(30.0, ends_process=True):
-        raise {{}}
-except Exception as error:
-    signal.raise_signal(signal.SIGTERM)
-    print("printed", error)
-"""
-    for raised, expected in (("RankLost('rank 1')", "printed rank 1"), ("ValueError", "")):
-        words = [sys.executable, "-c", code.format(raised)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-        assert done.stdout.strip() == expected, done.stderr
+    start, wait = fork
+    assert wait(start(end_with, error)) == expected
 
 
 def test_without_a_process_of_its_own_ctrl_c_raises_instead_of_ending_it():
