@@ -203,7 +203,8 @@ def _parse_run_row(columns: Columns, place: str) -> tuple[tuple[Any, ...], Probl
         experts=_experts(columns.get("experts"), len(prompt) + len(tokens) - 1),
     )
     message = {"role": "user", "content": columns.get("prompt", "")}
-    key = (columns.get("group"), columns.get("tag"), columns.get("problem"))
+    group = columns.get("group")
+    key = (prompt if group is None else group, columns.get("tag"), columns.get("problem"))
     return key, Problem((message,), answers=(answer,), place=place)
 
 

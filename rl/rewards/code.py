@@ -268,7 +268,9 @@ def parse_tests(meta: Meta, language: str = "python") -> tuple[Tests, str | None
     """
     from rl.sandbox import Asserts, Calls, Pytest, StdinStdoutTests
 
-    spec = None if meta is None else meta.get("tests", meta.get("test_list"))
+    spec = (meta or {}).get("tests")
+    if spec is None:
+        spec = (meta or {}).get("test_list")
     if spec is None:
         raise ValueError(
             "the problem has no tests: meta needs 'tests' (a list of asserts, for example), "
@@ -281,11 +283,12 @@ def parse_tests(meta: Meta, language: str = "python") -> tuple[Tests, str | None
             spec = [spec]  # a single assert
     if isinstance(spec, (list, tuple)):
         spec = {"style": "asserts", "asserts": list(spec)}
-    if not isinstance(spec, Mapping) or spec.get("style") not in _TEST_KEYS:
+    if not isinstance(spec, Mapping) or spec.get("style") not in list(_TEST_KEYS):
         raise ValueError(
             f"meta['tests'] is a list of asserts or has a style ({', '.join(_TEST_KEYS)}), got "
             f"{str(spec)[:80]!r}"
         )
+    spec = _drop_nulls(spec)
     style = spec["style"]
     needed, also = _TEST_KEYS[style]
     keys = spec.keys() - {"style"}
@@ -307,7 +310,7 @@ def parse_tests(meta: Meta, language: str = "python") -> tuple[Tests, str | None
             )
         return Asserts(spec.get("setup") or "", list(asserts), name), name
     if style == "pytest":
-        return Pytest(dict(spec["files"])), None
+        return Pytest(_drop_nulls(dict(spec["files"]))), None
     cases = spec["cases"]
     if not cases or not all(isinstance(case, (list, tuple)) and len(case) == 2 for case in cases):
         raise ValueError(
@@ -318,3 +321,8 @@ def parse_tests(meta: Meta, language: str = "python") -> tuple[Tests, str | None
     if style == "dialogues":
         return StdinStdoutTests(pairs, spec.get("compare", "tokens"), language), None
     return Calls(spec["function"], pairs, spec.get("compare", "exact")), spec["function"]
+
+
+def _drop_nulls(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items that are not null: in a table each record has the keys of all records."""
+    return {key: value for key, value in record.items() if value is not None}

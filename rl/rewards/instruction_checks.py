@@ -247,7 +247,7 @@ def bind_instructions(ids: Any, kwargs: Any) -> list[tuple[str, dict[str, Any]]]
 
 
 def _bind_parameters(instruction: Any, values: Any) -> dict[str, Any]:
-    if instruction not in INSTRUCTIONS:
+    if not isinstance(instruction, str) or instruction not in INSTRUCTIONS:
         raise ValueError(
             f"unknown instruction {instruction!r}; known are {', '.join(sorted(INSTRUCTIONS))}"
         )
@@ -279,9 +279,9 @@ def _find_parameter_fault(name: str, value: Any) -> str | None:
     """Return what a parameter is expected to be; None if it is that."""
     if name in _COUNTS:
         whole = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return None if whole and value >= 0 and value == int(value) else "a whole number"
-    if name.endswith("relation"):
-        return None if value in _RELATIONS else f"one of {', '.join(_RELATIONS)}"
+        return None if whole and value >= 0 and value % 1 == 0 else "a whole number"
+    if name.endswith("relation"):  # a list: the value may be unhashable
+        return None if value in list(_RELATIONS) else f"one of {', '.join(_RELATIONS)}"
     if name in ("keywords", "forbidden_words"):
         listed = isinstance(value, Sequence) and not isinstance(value, str)
         good = listed and value and all(isinstance(word, str) and word.strip() for word in value)

@@ -60,6 +60,15 @@ def test_a_runs_own_rows_are_grouped_as_they_were_sampled(tmp_path):
     assert len(load_rollouts(folder, limit=2)) == 2
 
 
+def test_rows_with_tokens_and_no_group_are_grouped_by_their_prompt(tmp_path):
+    rows = [
+        {"prompt_tokens": prompt, "response_tokens": [3], "reward": reward}
+        for prompt, reward in (([1, 2], 1.0), ([9], 0.25), ([1, 2], 0.0))
+    ]
+    problems = load_rollouts(write(tmp_path / "rows.jsonl", *rows))
+    assert [[a.reward for a in p.answers] for p in problems] == [[1.0, 0.0], [0.25]]
+
+
 def test_published_shapes(tmp_path):
     solved = {
         "big": {"solution": "s", "is_correct": True},

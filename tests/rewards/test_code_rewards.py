@@ -9,6 +9,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rank_server import run_script
 from whole_runs import train
@@ -123,6 +125,26 @@ CALLS = {"style": "calls", "function": "f", "cases": [[[1], 2]]}
 ])  # fmt: skip
 def test_the_forms_of_tests(meta: Any, language: str, tests: Any, function: str | None):
     assert code.parse_tests(meta, language) == (tests, function)
+
+
+def test_rows_of_a_table_have_the_keys_of_other_rows_as_nulls(tmp_path: Path):
+    tests = [
+        {"style": "asserts", "asserts": ["assert f()"]},
+        {"style": "dialogues", "cases": [["1", "2"]]},
+        {"style": "pytest", "files": {"a.py": "x"}},
+        {"style": "pytest", "files": {"b.py": "y"}},
+        None,
+    ]
+    rows = [{"prompt": "p", "tests": spec, "test_list": ["assert g()"]} for spec in tests]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    problems = load_problems(str(tmp_path / "rows.parquet"), format="columns")
+    assert [code.parse_tests(problem.meta)[0] for problem in problems] == [
+        Asserts("", ["assert f()"], None),
+        StdinStdoutTests([("1", "2")], "tokens", "python"),
+        Pytest({"a.py": "x"}),
+        Pytest({"b.py": "y"}),
+        Asserts("", ["assert g()"], None),
+    ]
 
 
 @pytest.mark.parametrize(("meta", "language", "text"), [

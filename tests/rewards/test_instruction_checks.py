@@ -201,6 +201,11 @@ def test_the_loose_accuracy_removes_lines_and_stars():
      "relation of length_constraints:number_words is one of at least"),
     (["detectable_format:number_bullet_lists"], [{"num_bullets": 2.5}],
      "is a whole number, this is 2.5"),
+    (["detectable_format:number_bullet_lists"], [{"num_bullets": float("inf")}],
+     "is a whole number, this is inf"),
+    ([["punctuation:no_comma"]], [{}], "unknown instruction .'punctuation:no_comma'."),
+    (["length_constraints:number_words"], [{"num_words": 3, "relation": ["at least"]}],
+     "is one of at least, less than, at most, more than, this is .'at least'."),
     (["startend:end_checker"], [{"end_phrase": ""}],
      "end_phrase of startend:end_checker is a text"),
 ])  # fmt: skip
