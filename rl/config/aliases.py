@@ -118,6 +118,9 @@ num_iterations = -: each batch is used once, in num_substeps optimizer steps; pp
 mask_truncated_completions = -: cut_off_penalty and overlong_share treat answers that max_tokens cut
     off
 logging_steps = -: every step is logged, to metrics.jsonl
+push_to_hub hub_model_id = -: export.py RUN OUT --push REPO uploads the weights of a run
+vllm_mode = -: with sampler vllm the run starts a server, or uses those of sampler_url
+remove_unused_columns = -: a reward receives all columns of its row
 lora_dropout disable_dropout = -: dropout is never used here
 config = -: a recipe is named without a flag, as in train.py RECIPE.yaml
 trainer.n_gpus_per_node = -: accelerate launch --num_processes sets it

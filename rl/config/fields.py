@@ -237,6 +237,12 @@ def check_ranges(settings: Any) -> None:
 # ------------------------------------------------------------------------------ from text to values
 
 
+def _describe_form(metavar: str) -> str:
+    """Return the form of a value in words: "FLOAT (a number, like 0.5 or 3e-4) or None"."""
+    form = metavar.removeprefix("{None}|")
+    return form + _METAVAR_HINTS.get(form, "") + (" or None" if form != metavar else "")
+
+
 def convert_value(field: SettingField, raw: RawValue) -> Any:
     """Return the value of `field` from its raw value. Raises ValueError, with the expected form, if
     the raw value is invalid.
@@ -247,10 +253,7 @@ def convert_value(field: SettingField, raw: RawValue) -> Any:
         remedy = f"; {flag} None unsets it" if "None" in spec.metavar else ""
         raise ValueError(f"{raw.place}: {field.name} is no switch{remedy}")
     words = list(raw.words)
-    wrong = (
-        f"{raw.place}: {raw.display_text or 'nothing'} is not "
-        f"{spec.metavar}{_METAVAR_HINTS.get(spec.metavar, '')}"
-    )
+    wrong = f"{raw.place}: {raw.display_text or 'nothing'} is not {_describe_form(spec.metavar)}"
     # An empty path would be the current folder. It usually comes from an unset shell variable.
     if (raw.is_null and "None" not in spec.metavar) or ("" in words and "PATH" in spec.metavar):
         raise ValueError(wrong)

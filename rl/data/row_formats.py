@@ -361,6 +361,11 @@ def _role(message: Any) -> Any:
 
 def _assistant_text(message: Any, name: str) -> str:
     """Return the text of an assistant message. Raises BadRow for any other message."""
+    if not isinstance(message, dict):
+        raise BadRow(
+            f"{name!r} is a list, but no list of messages; a text is expected, without the list: "
+            f"{str(message)[:60]!r}"
+        )
     if _role(message) != "assistant" or "content" not in message:
         raise BadRow(
             f"{name!r} ends with a message of the assistant; this ends with {str(message)[:60]!r}"
@@ -445,7 +450,8 @@ def read_text(columns: Columns, name: str) -> str:
 def check_text(value: Any, name: str) -> str:
     """Return the text in `name`. Raises BadRow if the value is empty or not text."""
     if not isinstance(value, str):
-        raise BadRow(f"{name!r} is a {type(value).__name__}, text is expected: {str(value)[:60]!r}")
+        kind = type(value).__name__
+        raise BadRow(f"{name!r} has the type {kind}, text is expected: {str(value)[:60]!r}")
     if not value.strip():
         raise BadRow(f"{name!r} is empty")
     return value

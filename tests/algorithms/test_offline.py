@@ -105,7 +105,7 @@ def test_published_shapes(tmp_path):
     ({"prompt": "a", "response": "x", "reward": "good"},
      "'reward' is a number or a truth value, this is 'good'"),
     ({"prompt": "a", "response": "x", "reward": float("nan")}, "'reward' is a number"),
-    ({"prompt": "a", "response": 3, "reward": 1}, "'response' is a int, text is expected: '3'"),
+    ({"prompt": "a", "response": 3, "reward": 1}, "'response' has the type int, text is expected: '3'"),
     (make_row(tokens=[]), "'response_tokens' is a list of one or more token ids"),
     (make_row(logprobs=[-1.0]), "'logprobs' has one number for each of the 3"),
     ({"prompt": "a", "m": {"solution": "x", "is_correct": None}},

@@ -309,7 +309,7 @@ def test_bad_rows_of_a_stream_are_named_when_met_and_the_next_stands_in(tmp_path
     rows = make_sum_rows(6)
     rows[2] = {"prompt": 3}
     path = write_rows(tmp_path / "rows.jsonl", *rows)
-    with pytest.raises(UserError, match="rows.jsonl line 3: 'prompt' is a int"):
+    with pytest.raises(UserError, match="rows.jsonl line 3: 'prompt' has the type int"):
         list(load_problems(path, stream=True))
     skipping = load_problems(path, stream=True, on_bad_row="skip")
     with caplog.at_level(logging.WARNING):

@@ -141,7 +141,7 @@ def test_packed_private_tests_are_read_and_run_nothing(tmp_path: Path):
         (MBPP, {"test_list": []}, "'test_list' is empty"),
         (MBPP, {"test_list": "assert f(1) == 2"}, "'test_list' is a list of texts"),
         (MBPP, {"test_list": ["assert f(1 =="]}, "no Python: 'assert f"),
-        (MBPP, {"code": 3}, "'code' is a int, text is expected: '3'"),
+        (MBPP, {"code": 3}, "'code' has the type int, text is expected: '3'"),
         (HUMANEVAL, {"entry_point": "h"}, "does not define the function 'h'"),
         (HUMANEVAL, {"test": "assert g(2) == -2"}, "no Python that defines check"),
         (APPS_STDIN, {"input_output": "{"}, "'input_output' is no JSON"),

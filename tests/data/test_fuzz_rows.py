@@ -285,6 +285,6 @@ def test_a_file_that_is_cut_off_is_refused_whatever_is_skipped(on_bad_row, tmp_p
 
 def test_where_no_row_is_good_skipping_says_so(tmp_path):
     path = write_file(tmp_path / "rows.jsonl", [{"prompt": 3}, {"prompt": ""}])
-    says = "(?s)no row is left where bad ones are skipped; 2 bad rows.*line 1: 'prompt' is a int"
+    says = "(?s)no row is left where bad ones are skipped; 2 bad rows.*line 1: 'prompt' has the type int"
     with pytest.raises(UserError, match=says):
         load_problems(path, on_bad_row="skip")

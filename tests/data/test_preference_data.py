@@ -67,7 +67,8 @@ def test_columns_can_be_named_and_others_reach_the_reward(tmp_path):
     ("row", "message"),
     [
         ({"prompt": "Hi?", "chosen": "Yes"}, "no column 'rejected'"),
-        ({"prompt": "Hi?", "chosen": "Yes", "rejected": 3}, "'rejected' is a int"),
+        ({"prompt": "Hi?", "chosen": "Yes", "rejected": 3}, "'rejected' has the type int"),
+        ({"prompt": "Hi?", "chosen": "Yes", "rejected": ["No"]}, "'rejected' is a list, but no "),
         ({"prompt": "Hi?", "chosen": "Yes", "rejected": " "}, "'rejected' is empty"),
         ({"chosen": "Yes", "rejected": "No"}, "no column 'prompt'"),
         ({"chosen": [USER, YES], "rejected": [OTHER_USER, NO]}, "differ before their last"),

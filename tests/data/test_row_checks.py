@@ -53,7 +53,7 @@ BAD_ROWS = [
     (ANSWERED, "{'prompt': 'x'}", "no JSON"),
     (ANSWERED, "[1]", "a JSON object is expected, this is a list"),
     (ANSWERED, {"promt": "x", "answer": "1"}, "no column 'prompt'; it has 'promt', 'answer'"),
-    (ANSWERED, {"prompt": 7, "answer": "1"}, "'prompt' is a int, text is expected"),
+    (ANSWERED, {"prompt": 7, "answer": "1"}, "'prompt' has the type int, text is expected"),
     (ANSWERED, {"prompt": " ", "answer": "1"}, "'prompt' is empty"),
     (ANSWERED, {"prompt": "x"}, "no column 'answer'"),
     (ANSWERED, {"prompt": "x", "answer": None}, "'answer' is empty"),
@@ -284,7 +284,7 @@ def test_all_faults_of_all_rows_are_told_at_once(tmp_path):
         ("rows.jsonl line 4", "does not fit"),
         ("rows.jsonl line 5", "no response to learn"),
         ("rows.jsonl line 23", "no JSON"),
-        ("rows.jsonl line 63", "'prompt' is a int"),
+        ("rows.jsonl line 63", "'prompt' has the type int"),
         ("rows.jsonl line 64", "no column 'prompt'"),
         ("other.jsonl line 3", "is empty"),
     ]:
