@@ -22,6 +22,7 @@ from rl.reporting import (
     format_held_out,
     has_plotly,
 )
+from rl.rewards import is_builtin_reward
 from rl.trainer.checkpoint_manager import final_checkpoint, read_checkpoint_list
 from rl.trainer.evaluator import HeldOutMetrics
 from rl.trainer.initial_weights import find_previous_stage
@@ -252,10 +253,15 @@ def _usage_commands(stages: Sequence[StageConfig], folder: Path) -> list[str]:
             *list_reward_addresses(last.settings.data),
             *list_environment_addresses(last.settings),
         ]
-        trust = _format_trust([*methods, *scorers])
+        evaluate = (
+            f"{format_script('evaluate')} {quoted_folder}{_format_trust([*methods, *scorers])}"
+        )
+        name = last.settings.data.reward
+        if name and ":" not in name and not is_builtin_reward(name):  # a function of `rl.train`
+            evaluate += f" --reward FILE.py:{name}  # the file that defines {name}"
         return [
             f"{format_script('sample')} {quoted_folder}{_format_trust(methods)}",
-            *([f"{format_script('evaluate')} {quoted_folder}{trust}"] if scored else []),
+            *([evaluate] if scored else []),
         ]
     flag = "reward" if METHODS[last.method](last.settings).value_head else "comparison"
     method = "rlhf" if flag == "reward" else "grpo"  # which has groups to compare within

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from doc_shell import link_checkout, make_shell
 
+import rl
 from rl.algorithms import METHODS
 from rl.config import RunSettings, parse_run
 from rl.trainer.execute import execute
@@ -101,3 +102,21 @@ def test_printed_commands_run_as_printed(kind, shell, tmp_path, capsys, monkeypa
     for command in commands:
         if "#" not in command:  # it names a package to install first
             shell.run(command, checkout)
+
+
+@pytest.mark.slow
+def test_a_function_as_reward_is_evaluated_from_its_file(shell, tmp_path, capsys, monkeypatch):
+    checkout = link_checkout(tmp_path / "checkout", shell)
+    monkeypatch.chdir(checkout)
+    monkeypatch.setenv("COLUMNS", "1000")
+
+    def score(prompt, response, meta=None):
+        return float(len(response) % 2)
+
+    small = {"base_model": "tiny:addition", "dataset": "addition", "steps": 1, "batch_size": 4}
+    small |= {"group_size": 2, "max_tokens": 4, "save_every": 0, "eval_limit": 4}
+    rl.train("grpo", reward=score, output_dir="runs/it", **small)
+    commands = extract_commands(capsys.readouterr().out)
+    (line,) = [command for command in commands if "evaluate" in command]
+    (checkout / "odd.py").write_text(REWARD)
+    shell.run(line.replace("FILE.py", "odd.py"), checkout)
