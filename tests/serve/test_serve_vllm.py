@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import random_datums
 from serving import BASE, Wire, run_server, unpack_sequences
-from test_vllm import learner_logprobs, sample, start_stubs
+from test_vllm import check_logprobs, learner_logprobs, sample, start_stubs
 
 from rl import ServiceClient
 from rl.client import SampleStream
@@ -16,7 +16,7 @@ from rl.errors import UserError
 from rl.runtime import SamplerSettings, WorkerSettings
 from rl.sampler import SamplingRequest
 from rl.serve import ServedBaseModel, ServeSettings
-from rl.types import AdamParams, Datum, ModelInput, SampledSequence, SamplingParams, TensorData
+from rl.types import AdamParams, Datum, ModelInput, SamplingParams, TensorData
 
 
 @pytest.fixture
@@ -48,9 +48,7 @@ def make_trained(service, seed, **options):
 
 
 def check_samples(policy, sampler):
-    for prompt, sequence in sample(sampler):
-        expected = learner_logprobs(policy, prompt, sequence, 0.7)
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+    check_logprobs(policy, sample(sampler))
 
 
 def test_servers_hold_the_adapters_of_several_clients(servers, connect):
@@ -65,7 +63,7 @@ def test_servers_hold_the_adapters_of_several_clients(servers, connect):
     assert len(stub.folders) == 1 and len(stub.adapters) == 3
     assert stub.calls.count("/v1/load_lora_adapter") == 3
     scores = samplers[0].compute_logprobs(ModelInput.from_ints([3, 4, 5, 6])).result()
-    expected = learner_logprobs(policies[0], [3], SampledSequence([4, 5, 6]), 1.0)
+    (expected,) = learner_logprobs(policies[0], [([3], [4, 5, 6])], 1.0)
     np.testing.assert_allclose(scores[1:], expected, atol=1e-5)
 
 
@@ -85,8 +83,7 @@ def test_samples_of_two_clients_are_made_at_the_same_time(servers, connect):
             responses |= stream.run_steps().finished if stream.busy else {}
     for policy, responses in zip(policies, finished, strict=True):
         ((sequence,),) = [response.sequences for response in responses.values()]
-        expected = learner_logprobs(policy, [3, 4], sequence, 0.7)
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5)
+        check_logprobs(policy, [([3, 4], sequence)])
 
 
 def test_other_weights_are_sampled_from_in_this_process(servers, connect):
