@@ -224,16 +224,3 @@ def test_a_real_engine_gets_weights_over_nccl(kind, library, plugin, tmp_path, m
                     if b"vllm" in Path(f"/proc/{pid}/cmdline").read_bytes():
                         os.kill(pid, signal.SIGKILL)
             update(policy)
-
-
-@pytest.mark.gpu
-def test_the_library_of_a_gpu_takes_the_calls():
-    """Twin of the tests with workers, which need more GPUs: a communicator of this rank alone."""
-    sender = NcclSender()
-    sender.connect(0)
-    sender.broadcast(torch.arange(100, dtype=torch.uint8))
-    held, size = torch.cuda.memory_reserved(), 32 << 20
-    for _ in range(40):
-        sender.broadcast(torch.zeros(size, dtype=torch.uint8))
-    assert torch.cuda.memory_reserved() - held < 3 * size
-    sender.abort()
