@@ -11,7 +11,7 @@ import base64
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -128,15 +128,15 @@ class NcclTransfer:
         try:
             sender = self._sender or self._connect()
             self._call("/start_weight_update", {}, self._seconds)
-            forms = [(name, x.dtype, list(x.shape)) for name, x in read_tensors(folder)]
+            tensors = read_tensors(folder)
             info = {
-                "names": [name for name, _, _ in forms],
-                "dtype_names": [str(dtype).removeprefix("torch.") for _, dtype, _ in forms],
-                "shapes": [shape for _, _, shape in forms],
+                "names": list(tensors),
+                "dtype_names": [str(x.dtype).removeprefix("torch.") for x in tensors.values()],
+                "shapes": [list(x.shape) for x in tensors.values()],
             }
 
             def broadcast() -> None:
-                for buffer in pack_tensors(folder, _BUFFER_BYTES):
+                for buffer in pack_tensors(tensors.values(), _BUFFER_BYTES):
                     sender.broadcast(buffer)
 
             self._run_both(sender, broadcast, "/update_weights", {"update_info": info})
@@ -221,21 +221,26 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a folder by name; their values are read when they are used."""
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of a folder by name; their values stay in the files until they are used.
+
+    Those with the largest elements come first, since vLLM reads tensors where they lie in a buffer:
+    behind an odd number of bf16 values a tensor of fp32 would not be aligned.
+    """
+    tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  (no mapping)
-                yield name, file.get_tensor(name)
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
 
-def pack_tensors(folder: Path, buffer_bytes: int) -> Iterator[Tensor]:
-    """Yield the bytes of a folder's tensors. A buffer ends with the tensor that makes it larger
-    than `buffer_bytes`, as vLLM's workers count.
+def pack_tensors(tensors: Iterable[Tensor], buffer_bytes: int) -> Iterator[Tensor]:
+    """Yield the bytes of tensors. A buffer ends with the tensor that makes it larger than
+    `buffer_bytes`, as vLLM's workers count.
     """
     parts: list[Tensor] = []
     size = 0
-    for _, tensor in read_tensors(folder):
+    for tensor in tensors:
         parts.append(tensor.contiguous().view(-1).view(torch.uint8))
         size += parts[-1].numel()
         if size > buffer_bytes:

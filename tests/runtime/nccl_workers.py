@@ -129,7 +129,9 @@ class NcclWorkers:
             self.check(self.library.ncclBroadcast(pointer, pointer, count, 1, 0, comm, None))
             parts = data.split([bytes_ for *_, bytes_ in pending])
             for (name, dtype, shape, _), part in zip(pending, parts, strict=True):
-                tensors[name] = part.clone().view(dtype).view(shape)
+                tensors[name] = part.view(dtype).view(
+                    shape
+                )  # fails if it is not aligned, as in vLLM
             pending, size = [], 0
         self.buffers = buffers
         return tensors

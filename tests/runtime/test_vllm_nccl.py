@@ -159,22 +159,26 @@ def test_a_machine_without_nccl_refuses_such_a_server(library, servers, connect,
         connect(urls)
 
 
-def test_buffers_end_as_vllm_counts(tmp_path):
-    tensors = {f"t{i}": torch.randn(i + 1, 10, dtype=torch.bfloat16) for i in range(9)}
-    tensors["t5"] = tensors["t5"].float()
-    tensors["scalar"] = torch.tensor(3.0)
-    save_file(tensors, tmp_path / "model.safetensors")
-    order = [name for name, _ in read_tensors(tmp_path)]
-    assert sorted(order) == sorted(tensors)
-    parts = [tensors[name].view(-1).view(torch.uint8).numpy().tobytes() for name in order]
+def test_buffers_end_as_vllm_counts_and_hold_aligned_tensors(tmp_path):
+    sizes = [3, 10, 1, 40, 7]
+    written = {f"a{i}": torch.randn(n, dtype=torch.bfloat16) for i, n in enumerate(sizes)}
+    written |= {f"b{i}": torch.randn(n) for i, n in enumerate(sizes)}
+    written |= {f"c{i}": torch.randn(n).to(torch.float8_e4m3fn) for i, n in enumerate(sizes)}
+    written["scalar"] = torch.tensor(3.0)
+    save_file(written, tmp_path / "model.safetensors")
+    tensors = read_tensors(tmp_path)
+    assert sorted(tensors) == sorted(written)
     for size in (0, 19, 20, 39, 100, 10**6):
-        buffers = [buffer.numpy().tobytes() for buffer in pack_tensors(tmp_path, size)]
-        left = list(parts)
-        for buffer in buffers:
-            held = []
-            while len(b"".join(held)) <= size and left:
-                held.append(left.pop(0))
-            assert buffer == b"".join(held)
+        left = list(tensors)
+        for buffer in pack_tensors(tensors.values(), size):
+            start = 0
+            while start <= size and left:  # as vLLM's workers
+                expected = written[left.pop(0)]
+                part = buffer[start : start + expected.nbytes]
+                part = part.view(expected.dtype).view(expected.shape)
+                assert torch.equal(part.float(), expected.float())
+                start += expected.nbytes
+            assert start == buffer.numel()
         assert not left
 
 
